@@ -1,0 +1,215 @@
+"""Kimi Delta Attention in plain torch: gate, normalisation, the token loop that defines it, and the decode step.
+
+The chunked form, which computes the same thing with matrix products, is `kda_chunk` in `kda_chunk.py`.
+
+Shapes: B batch, T time, H heads, K key dim, V value dim, N sequences (B, or the packed sequences of `cu_seqlens`).
+Compute dtype: float64 if any floating input is float64, else float32.
+
+Sources: Kimi Linear (arXiv 2510.26692), section 4 of the project's K3 specification.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """float64 if any of the tensors is float64, else float32."""
+    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def kda_gate(raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:
+    """Log decay of KDA from the gate projection.
+
+    Args:
+        raw: [..., H, K] any float dtype, the gate projection before its bias.
+        A_log: [H], log of the per-head rate.
+        dt_bias: [H * K] or [H, K], or None.
+        lower_bound: negative number for the bounded gate (Kimi K3: -5), None for the softplus gate (Kimi Linear).
+
+    Returns:
+        Log decay [..., H, K] in the compute dtype: `lower_bound * sigmoid(exp(A_log) * (raw + dt_bias))`, in
+        (lower_bound, 0), or `-exp(A_log) * softplus(raw + dt_bias)`, below 0 without a bound.
+
+    Raises:
+        ValueError: a shape does not fit `raw`, or `lower_bound` is not negative.
+    """
+    heads, width = raw.shape[-2:]
+    if A_log.shape != (heads,):
+        raise ValueError(f"A_log has shape {tuple(A_log.shape)}, expected ({heads},) for raw {tuple(raw.shape)}")
+    if dt_bias is not None and dt_bias.numel() != heads * width:
+        raise ValueError(f"dt_bias has {dt_bias.numel()} elements, expected H*K = {heads * width}")
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound is {lower_bound}, expected a negative number or None")
+    dtype = compute_dtype(raw, A_log, dt_bias)
+    rate = A_log.to(dtype).exp().unsqueeze(-1)
+    drive = raw.to(dtype)
+    if dt_bias is not None:
+        drive = drive + dt_bias.to(dtype).view(heads, width)
+    if lower_bound is None:
+        return -rate * F.softplus(drive)
+    return lower_bound * torch.sigmoid(rate * drive)
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(sum(x^2) + eps) over the last dim, [..., K] any float dtype -> compute dtype.
+
+    The eps under the root keeps value and gradient finite for an all-zero row (padding).
+    """
+    x = x.to(compute_dtype(x))
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raises ValueError, naming the argument, where shapes of a KDA call do not fit each other."""
+    if k.dim() != 4 or v.dim() != 4:
+        raise ValueError(f"k and v must be [B, T, H, K] and [B, T, H, V], got {tuple(k.shape)} and {tuple(v.shape)}")
+    batch, _, heads, width = k.shape
+    expected = {"q": k.shape, "g": k.shape, "v": (*k.shape[:3], v.shape[3]), "beta": k.shape[:3]}
+    for name, value in (("q", q), ("g", g), ("v", v), ("beta", beta)):
+        if value.shape != expected[name]:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {tuple(expected[name])}")
+    sequences = batch
+    if cu_seqlens is not None:
+        if batch != 1 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+            raise ValueError(
+                f"cu_seqlens packs sequences in one row: expected B = 1 and cu_seqlens [N + 1], "
+                f"got B = {batch} and cu_seqlens {tuple(cu_seqlens.shape)}"
+            )
+        sequences = cu_seqlens.numel() - 1
+    state_shape = (sequences, heads, width, v.shape[3])
+    if initial_state is not None and initial_state.shape != state_shape:
+        raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}, expected {state_shape}")
+
+
+def sequence_bounds(cu_seqlens: Tensor, length: int) -> list[int]:
+    """cu_seqlens [N + 1] as Python integers; ValueError unless it rises from 0 to `length`."""
+    bounds = [int(b) for b in cu_seqlens.tolist()]
+    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in zip(bounds, bounds[1:])):
+        raise ValueError(f"cu_seqlens is {bounds}, expected non-decreasing values from 0 to T = {length}")
+    return bounds
+
+
+def kda_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """KDA token by token: the definition that every other form is measured against (plain autograd).
+
+    Per head, with S [K, V]: S <- exp(g) * S (over K); S <- S + beta * k (v - S^T k)^T; o = scale * S^T q.
+
+    Args:
+        q, k: [B, T, H, K], already normalised.
+        v: [B, T, H, V].
+        g: [B, T, H, K], log decay.
+        beta: [B, T, H].
+        initial_state: [N, H, K, V] or None for zeros.
+        scale: factor on the output, K**-0.5 by default.
+        cu_seqlens: [N + 1] integer borders of packed sequences (B must be 1); the state restarts at each.
+
+    Returns:
+        o [B, T, H, V] in v's dtype, final state [N, H, K, V] in the compute dtype.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or borders that do not rise from 0 to T.
+    """
+    check_inputs(q, k, v, g, beta, initial_state, cu_seqlens)
+    dtype = compute_dtype(q, k, v, g, beta, initial_state)
+    if cu_seqlens is not None:
+        bounds = sequence_bounds(cu_seqlens, k.shape[1])
+        parts = [
+            kda_recurrent(
+                *(x[:, start:stop] for x in (q, k, v, g, beta)),
+                None if initial_state is None else initial_state[n : n + 1],
+                scale=scale,
+            )
+            for n, (start, stop) in enumerate(zip(bounds, bounds[1:]))
+        ]
+        outputs, states = zip(*parts)
+        return torch.cat(outputs, dim=1), torch.cat(states).to(dtype)
+
+    batch, length, heads, width = k.shape
+    scale = width**-0.5 if scale is None else scale
+    if initial_state is None:
+        state = torch.zeros(batch, heads, width, v.shape[3], dtype=dtype, device=k.device)
+    else:
+        state = initial_state.to(dtype)
+    if length == 0:
+        return torch.zeros_like(v), state.clone()
+    outputs = []
+    # unbind, not x[:, t]: the backward of indexing allocates a full-size zero tensor per token.
+    tokens = zip(*(x.to(dtype).unbind(1) for x in (q, k, v, g, beta)))
+    for q_t, k_t, v_t, g_t, beta_t in tokens:
+        state = state * g_t.exp().unsqueeze(-1)
+        update = (v_t - torch.einsum("bhk,bhkv->bhv", k_t, state)) * beta_t.unsqueeze(-1)
+        state = state + k_t.unsqueeze(-1) * update.unsqueeze(-2)
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, state) * scale)
+    return torch.stack(outputs, dim=1).to(v.dtype), state
+
+
+def kda_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Same results as `kda_recurrent`."""
+    return kda_recurrent(q, k, v, g, beta, initial_state, scale=scale, cu_seqlens=cu_seqlens)
+
+
+@torch.no_grad()
+def kda_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """One decode step of KDA; `state` is updated in place. No autograd; plain ops, so it can be traced.
+
+    Args:
+        q, k: [B, H, K], already normalised.
+        v: [B, H, V].
+        g: [B, H, K], log decay.
+        beta: [B, H].
+        state: [B, H, K, V] contiguous, float32 or float64. Everything is computed in its dtype.
+        scale: factor on the output, K**-0.5 by default.
+
+    Returns:
+        o [B, H, V] in v's dtype.
+
+    Raises:
+        ValueError: `state` has another shape than [B, H, K, V], or is not contiguous.
+    """
+    batch, heads, width = k.shape
+    if state.shape != (batch, heads, width, v.shape[-1]) or not state.is_contiguous():
+        raise ValueError(
+            f"state has shape {tuple(state.shape)} and strides {state.stride()}, "
+            f"expected contiguous {(batch, heads, width, v.shape[-1])}"
+        )
+    scale = width**-0.5 if scale is None else scale
+    dtype = state.dtype
+    flat = state.view(batch * heads, width, v.shape[-1])
+    key = k.to(dtype).reshape(batch * heads, 1, width)
+    query = q.to(dtype).reshape(batch * heads, 1, width)
+    flat.mul_(g.to(dtype).exp().reshape(batch * heads, width, 1))
+    update = (v.to(dtype).reshape(batch * heads, 1, -1) - torch.bmm(key, flat)) * beta.to(dtype).reshape(-1, 1, 1)
+    flat.baddbmm_(key.transpose(1, 2), update)
+    return (torch.bmm(query, flat) * scale).view(batch, heads, -1).to(v.dtype)
