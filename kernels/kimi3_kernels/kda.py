@@ -8,6 +8,8 @@ Compute dtype: float64 if any floating input is float64, else float32.
 Sources: Kimi Linear (arXiv 2510.26692), section 4 of the project's K3 specification.
 """
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -93,7 +95,7 @@ def check_inputs(
 def sequence_bounds(cu_seqlens: Tensor, length: int) -> list[int]:
     """cu_seqlens [N + 1] as Python integers; ValueError unless it rises from 0 to `length`."""
     bounds = [int(b) for b in cu_seqlens.tolist()]
-    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in zip(bounds, bounds[1:])):
+    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"cu_seqlens is {bounds}, expected non-decreasing values from 0 to T = {length}")
     return bounds
 
@@ -138,7 +140,7 @@ def kda_recurrent(
                 None if initial_state is None else initial_state[n : n + 1],
                 scale=scale,
             )
-            for n, (start, stop) in enumerate(zip(bounds, bounds[1:]))
+            for n, (start, stop) in enumerate(itertools.pairwise(bounds))
         ]
         outputs, states = zip(*parts)
         return torch.cat(outputs, dim=1), torch.cat(states).to(dtype)
