@@ -1,6 +1,6 @@
 """Kimi Delta Attention in plain torch: gate, normalisation, the token loop that defines it, and the decode step.
 
-The chunked form, which computes the same thing with matrix products, is `kda_chunk` in `kda_chunk.py`.
+The chunked form, which computes the same thing with matrix products, is `kda_chunk` (from `kda_forward.py`).
 
 Shapes: B batch, T time, H heads, K key dim, V value dim, N sequences (B, or the packed sequences of `cu_seqlens`).
 Compute dtype: float64 if any floating input is float64, else float32.
@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kda_forward import kda_chunk
+from .kda_layout import check_inputs, sequence_bounds
+from .precision import compute_dtype
 
-def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float64 if any of the tensors is float64, else float32."""
-    return torch.float64 if any(t is not None and t.dtype == torch.float64 for t in tensors) else torch.float32
+__all__ = ["kda_chunk", "kda_gate", "kda_recurrent", "kda_step", "l2norm"]
 
 
 def kda_gate(raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:
@@ -62,44 +63,6 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
 
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Raises ValueError, naming the argument, where shapes of a KDA call do not fit each other."""
-    if k.dim() != 4 or v.dim() != 4:
-        raise ValueError(f"k and v must be [B, T, H, K] and [B, T, H, V], got {tuple(k.shape)} and {tuple(v.shape)}")
-    batch, _, heads, width = k.shape
-    expected = {"q": k.shape, "g": k.shape, "v": (*k.shape[:3], v.shape[3]), "beta": k.shape[:3]}
-    for name, value in (("q", q), ("g", g), ("v", v), ("beta", beta)):
-        if value.shape != expected[name]:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {tuple(expected[name])}")
-    sequences = batch
-    if cu_seqlens is not None:
-        if batch != 1 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
-            raise ValueError(
-                f"cu_seqlens packs sequences in one row: expected B = 1 and cu_seqlens [N + 1], "
-                f"got B = {batch} and cu_seqlens {tuple(cu_seqlens.shape)}"
-            )
-        sequences = cu_seqlens.numel() - 1
-    state_shape = (sequences, heads, width, v.shape[3])
-    if initial_state is not None and initial_state.shape != state_shape:
-        raise ValueError(f"initial_state has shape {tuple(initial_state.shape)}, expected {state_shape}")
-
-
-def sequence_bounds(cu_seqlens: Tensor, length: int) -> list[int]:
-    """cu_seqlens [N + 1] as Python integers; ValueError unless it rises from 0 to `length`."""
-    bounds = [int(b) for b in cu_seqlens.tolist()]
-    if bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in itertools.pairwise(bounds)):
-        raise ValueError(f"cu_seqlens is {bounds}, expected non-decreasing values from 0 to T = {length}")
-    return bounds
-
-
 def kda_recurrent(
     q: Tensor,
     k: Tensor,
@@ -134,16 +97,14 @@ def kda_recurrent(
     dtype = compute_dtype(q, k, v, g, beta, initial_state)
     if cu_seqlens is not None:
         bounds = sequence_bounds(cu_seqlens, k.shape[1])
-        parts = [
-            kda_recurrent(
-                *(x[:, start:stop] for x in (q, k, v, g, beta)),
-                None if initial_state is None else initial_state[n : n + 1],
-                scale=scale,
+        parts = []
+        for n, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            state = None if initial_state is None else initial_state[n : n + 1]
+            span = slice(start, stop)
+            parts.append(
+                kda_recurrent(q[:, span], k[:, span], v[:, span], g[:, span], beta[:, span], state, scale=scale)
             )
-            for n, (start, stop) in enumerate(itertools.pairwise(bounds))
-        ]
-        outputs, states = zip(*parts)
-        return torch.cat(outputs, dim=1), torch.cat(states).to(dtype)
+        return torch.cat([out for out, _ in parts], dim=1), torch.cat([state for _, state in parts]).to(dtype)
 
     batch, length, heads, width = k.shape
     scale = width**-0.5 if scale is None else scale
@@ -162,22 +123,6 @@ def kda_recurrent(
         state = state + k_t.unsqueeze(-1) * update.unsqueeze(-2)
         outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, state) * scale)
     return torch.stack(outputs, dim=1).to(v.dtype), state
-
-
-def kda_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    scale: float | None = None,
-    lower_bound: float | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Same results as `kda_recurrent`."""
-    return kda_recurrent(q, k, v, g, beta, initial_state, scale=scale, cu_seqlens=cu_seqlens)
 
 
 @torch.no_grad()

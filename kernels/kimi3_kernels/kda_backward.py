@@ -1,0 +1,298 @@
+"""Backward of chunked KDA, written out: linear in T, and one segment's temporaries beyond the gradients.
+
+The forward leaves the state before each segment. Per segment, from the last to the first: the chunks are replayed
+from that state; a loop from the last chunk back carries the state's gradient; everything else is batched products.
+The gradient of a log decay is never formed per pair: a key or query that enters with exp(G_i) adds (itself times its
+gradient) to dG_i, one that enters with exp(-G_j) subtracts it, and g_t collects dG over the rest of its chunk.
+
+Shapes: B batch, T time, H heads, K key dim, V value dim, N sequences, C chunk, L leaf, m = C/L, n chunks of a segment,
+R = n * B * H. Rows are ordered [leaf, key or query, token], as in `kda_intra`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .kda_intra import Intra, by_head, by_leaf, intra_chunk, leaf_scores, node_scores, solve
+from .kda_layout import (
+    CHUNK,
+    Segment,
+    Workspace,
+    segment_chunks,
+    segments,
+    sequence_bounds,
+    take_inputs,
+)
+from .precision import compute_dtype
+
+
+@torch.library.custom_op("kimi3_kernels::kda_chunk_backward", mutates_args=())
+def kda_chunk_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    saved: Tensor,
+    d_out: Tensor | None,
+    d_final: Tensor | None,
+    scale: float,
+    leaf: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, g, beta and the initial state (empty if there was none), each in its input's dtype.
+
+    Args:
+        saved: [segments, B * H, K, V], the state before each segment, from the forward.
+        d_out: [B, T, H, V] or None for zeros.
+        d_final: [N, H, K, V] or None for zeros.
+    """
+    dtype = compute_dtype(q, k, v, g, beta, initial_state)
+    batch, length, heads, width = k.shape
+    depth = v.shape[3]
+    bounds = [0, length] if cu_seqlens is None else sequence_bounds(cu_seqlens, length)
+    space = Workspace(dtype, k.device)
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
+    packed = (-1, batch * heads, width, depth)
+    d_closing = None if d_final is None else d_final.to(dtype).reshape(packed)
+    initial = None if initial_state is None else initial_state.to(dtype).reshape(packed)
+    sequences = batch if cu_seqlens is None else len(bounds) - 1
+    d_initial = saved.new_zeros(sequences, heads, width, depth)
+    if d_final is not None:
+        d_initial.copy_(d_final)  # what a sequence without tokens gets
+    d_opening = d_initial.view(packed)
+    d_state = saved.new_zeros(batch * heads, width, depth)
+    for index, part in reversed(list(enumerate(segments(bounds, segment_chunks(batch * heads), k.device)))):
+        inputs = take_inputs(part, q, k, v, g, beta, space)
+        replay = _replay(part, inputs, saved[index], initial, leaf, space)
+        d_rows = space("d rows", part.chunks, batch, heads, CHUNK // leaf, 2, leaf, depth)
+        d_queries = d_rows[..., 1, :, :]
+        if d_out is None:
+            d_queries.zero_()
+        else:
+            d_out_part = part.take(d_out, space("d out", batch, part.chunks * CHUNK, heads, depth))
+            torch.mul(by_leaf(d_out_part, part.chunks, leaf), scale, out=d_queries)
+        solved, d_after = _state_gradients(part, replay, d_rows, d_closing, d_opening, d_state, space)
+        _input_gradients(part, inputs, replay, d_rows, solved, d_after, grads, space)
+    if initial_state is None:
+        return grads[0], grads[1], grads[2], grads[3], grads[4], saved.new_empty(0)
+    return grads[0], grads[1], grads[2], grads[3], grads[4], d_initial.to(initial_state.dtype)
+
+
+@kda_chunk_backward.register_fake
+def _(q, k, v, g, beta, initial_state, cu_seqlens, saved, d_out, d_final, scale, leaf):
+    grads = tuple(x.new_empty(x.shape) for x in (q, k, v, g, beta))
+    return *grads, (saved.new_empty(0) if initial_state is None else initial_state.new_empty(initial_state.shape))
+
+
+@dataclass
+class _Replay:
+    """A segment's forward, with the names of `kda_forward.py`.
+
+    Attributes:
+        intra: decays and scores.
+        beta: [n, B, H, C].
+        inverse: [n, B * H, C, C], X = (I + A)^-1.
+        before: [n, B * H, K, V], state before each chunk.
+        wanted: [n, B * H, C, V], v - kg S.
+        written: [n, B * H, C, V], x = X beta (v - kg S).
+    """
+
+    intra: Intra
+    beta: Tensor
+    inverse: Tensor
+    before: Tensor
+    wanted: Tensor
+    written: Tensor
+
+
+def _replay(
+    part: Segment, inputs: tuple[Tensor, ...], state: Tensor, initial: Tensor | None, leaf: int, space: Workspace
+) -> _Replay:
+    q, k, v, g, beta = inputs
+    chunks, depth = part.chunks, v.shape[3]
+    intra = intra_chunk(q, k, g, leaf, space, keep=True)
+    total, width = intra.decay.shape[:2]
+    per_chunk = (chunks, total // chunks)
+    beta = by_head(beta, chunks).contiguous()
+    inverse = solve(intra.scores, beta.view(total, CHUNK), space)
+    weighted = torch.mul(inverse, beta.view(total, 1, CHUNK), out=space("weighted", *inverse.shape))
+    keys = space("start keys", total, CHUNK // leaf, leaf, width)
+    keys.copy_(intra.rows.view(total, -1, 2, leaf, width)[:, :, 0])
+    keys, weighted = keys.view(*per_chunk, CHUNK, width), weighted.view(*per_chunk, CHUNK, CHUNK)
+    ends = intra.ends.view(*per_chunk, CHUNK, width).transpose(2, 3)
+    decay = intra.decay.view(*per_chunk, width, 1)
+    before = space("before", *per_chunk, width, depth)
+    wanted, written = space("wanted", *per_chunk, CHUNK, depth), space("written", *per_chunk, CHUNK, depth)
+    wanted.view(*by_head(v, chunks).shape).copy_(by_head(v, chunks))
+    before[0] = state
+    for i in range(chunks):
+        wanted[i].baddbmm_(keys[i], before[i], alpha=-1)
+        torch.bmm(weighted[i], wanted[i], out=written[i])
+        if i + 1 == chunks:
+            break
+        if part.opens[i + 1] is None:
+            torch.mul(before[i], decay[i], out=before[i + 1]).baddbmm_(ends[i], written[i])
+        elif initial is None:
+            before[i + 1].zero_()
+        else:
+            before[i + 1].copy_(initial[part.opens[i + 1]])
+    return _Replay(intra, beta, inverse.view(*per_chunk, CHUNK, CHUNK), before, wanted, written)
+
+
+def _state_gradients(
+    part: Segment,
+    replay: _Replay,
+    d_rows: Tensor,
+    d_closing: Tensor | None,
+    d_opening: Tensor,
+    d_state: Tensor,
+    space: Workspace,
+) -> tuple[Tensor, Tensor]:
+    """Carries the state's gradient `d_state` [B * H, K, V] from a segment's end to its start, in place.
+
+    Fills the keys' part of d_rows [n, B, H, m, 2, L, V] (the gradient of what rows read from the state; the queries'
+    part is given) and, where sequences open, d_opening [N, B * H, K, V].
+
+    Returns:
+        Gradient of the solve's right side, X^T dx [n, B * H, C, V]; gradient of the state after each chunk
+        [n, B * H, K, V].
+    """
+    intra, before, written = replay.intra, replay.before, replay.written
+    chunks, rows_of_state, width, depth = before.shape
+    leaf = d_rows.shape[-2]
+    queries = intra.scores[:, :, 1].reshape(-1, CHUNK, CHUNK).transpose(1, 2)
+    d_written = space("d written", *written.shape)
+    torch.bmm(queries, d_rows[..., 1, :, :].reshape(-1, CHUNK, depth), out=d_written.view(-1, CHUNK, depth))
+    d_solved, d_after = space("d solved", *written.shape), space("d after", *before.shape)
+    beta = -replay.beta.view(*d_rows.shape[:4], leaf, 1)
+    ends = intra.ends.view(chunks, rows_of_state, CHUNK, width)
+    decay = intra.decay.view(chunks, rows_of_state, width, 1)
+    rows = intra.rows.view(chunks, rows_of_state, 2 * CHUNK, width).transpose(2, 3)
+    transposed = replay.inverse.transpose(2, 3)
+    for i in reversed(range(chunks)):
+        if part.closes[i] is not None:
+            if d_closing is None:
+                d_after[i].zero_()
+            else:
+                d_after[i].copy_(d_closing[part.closes[i]])
+        elif i == chunks - 1:
+            d_after[i].copy_(d_state)
+        d_written[i].baddbmm_(ends[i], d_after[i])
+        torch.bmm(transposed[i], d_written[i], out=d_solved[i])
+        torch.mul(d_solved[i].view(*d_rows.shape[1:4], leaf, depth), beta[i], out=d_rows[i][..., 0, :, :])
+        d_before = d_after[i - 1] if i > 0 else d_state
+        torch.mul(d_after[i], decay[i], out=d_before)
+        d_before.baddbmm_(rows[i], d_rows[i].view(rows_of_state, 2 * CHUNK, depth))
+        if part.opens[i] is not None:
+            d_opening[part.opens[i]].copy_(d_before)
+    return d_solved, d_after
+
+
+def _input_gradients(
+    part: Segment,
+    inputs: tuple[Tensor, ...],
+    replay: _Replay,
+    d_rows: Tensor,
+    d_solved: Tensor,
+    d_after: Tensor,
+    grads: list[Tensor],
+    space: Workspace,
+) -> None:
+    """Writes a segment's gradients of q, k, v, g and beta into `grads`."""
+    intra, before, written = replay.intra, replay.before, replay.written
+    chunks, batch, heads, leaves, _, leaf, depth = d_rows.shape
+    total, width = intra.decay.shape[:2]
+    rooms = [part.room(x) for x in grads]
+    dq, dk, dv, dg = (by_leaf(x, chunks, leaf) for x in rooms[:4])
+    q, k = (by_leaf(x, chunks, leaf) for x in inputs[:2])
+    torch.neg(d_rows[..., 0, :, :], out=dv)
+
+    before, d_after = before.view(total, width, depth), d_after.view(total, width, depth)
+    written, wanted = written.view(total, CHUNK, depth), replay.wanted.view(total, CHUNK, depth)
+    lower = space("lower", total, leaves, leaf, CHUNK).copy_(intra.scores[:, :, 0]).view(total, CHUNK, CHUNK).tril_(-1)
+    unweighted = wanted.baddbmm_(lower, written, alpha=-1)  # x / beta, also where beta is zero
+    d_beta = d_solved.view(total, CHUNK, depth).mul_(unweighted).sum(-1)
+    by_head(rooms[4], chunks).copy_(d_beta.view(chunks, batch, heads, CHUNK))
+
+    d_rows = d_rows.view(total, 2 * CHUNK, depth)
+    d_scores = torch.bmm(d_rows, written.transpose(1, 2), out=space("d scores", total, 2 * CHUNK, CHUNK))
+    d_start = torch.bmm(d_rows, before.transpose(1, 2), out=space("d start", total, 2 * CHUNK, width))
+    d_end = torch.bmm(written, d_after.transpose(1, 2), out=space("d end", total, CHUNK, width))
+    d_total = d_after.mul_(before).sum(-1).mul_(intra.decay.squeeze(-1))
+    d_scores = d_scores.view(total, leaves, 2, leaf, CHUNK)
+    later, earlier, to_end = _key_gradients(intra, d_scores, d_start, space)
+
+    shape = (chunks, batch, heads, leaves, leaf, width)
+    later_k, later_q = later.view(*shape[:4], 2, leaf, width).unbind(4)
+    earlier, to_end, d_end = earlier.view(shape), to_end.view(shape), d_end.view(shape)
+    diagonal = leaf_scores(d_scores)[:, 1].diagonal(dim1=1, dim2=2).reshape(*shape[:-1], 1)
+    # [dG inside the chunk; what keys decayed to the chunk's end owe each later g]. Kept apart, and without the
+    # diagonal scores, because large parts would cancel in the sum over the rest of the chunk.
+    d_sums = space("d sums", chunks, batch, heads, 2, leaves, leaf, width)
+    torch.sub(later_k, earlier, out=d_sums[:, :, :, 0]).mul_(k).addcmul_(q, later_q)
+    torch.mul(intra.ends.view(shape), d_end, out=d_sums[:, :, :, 1])
+    ones = d_sums.new_ones(CHUNK, CHUNK)
+    collect = torch.cat([ones.triu(), ones.tril(-1)], dim=1).expand(total, -1, -1)
+    d_log = torch.bmm(collect, d_sums.view(total, 2 * CHUNK, width), out=space("d log", total, CHUNK, width))
+    torch.add(d_log.view(shape), d_total.view(*shape[:3], 1, 1, width), out=dg)
+    torch.addcmul(later_q, diagonal, k, out=dq)
+    torch.addcmul(later_k.add_(earlier).addcmul_(d_end, to_end), diagonal, q, out=dk)
+    for grad, room in zip(grads, rooms):
+        part.give(grad, room)
+
+
+def _key_gradients(intra: Intra, d_scores: Tensor, d_start: Tensor, space: Workspace) -> tuple[Tensor, Tensor, Tensor]:
+    """From scores to keys and queries, down the tree; diagonal scores are left out.
+
+    Args:
+        d_scores: [R, m, 2, L, C].
+        d_start: [R, 2C, K], gradient of the rows decayed from the chunk's start; overwritten.
+
+    Returns:
+        later [R * m, 2L, K]: gradient of keys and queries as rows; earlier [R * m, L, K]: of keys as columns;
+        to_end [R * m, L, K]: exp of the log decay from each token to the chunk's end.
+    """
+    total, leaves, _, leaf, _ = d_scores.shape
+    width = d_start.shape[-1]
+    later, earlier = d_start, space("d earlier", total, CHUNK, width)
+    if intra.nodes:
+        earlier.zero_()
+    half = CHUNK // 2
+    for node in reversed(intra.nodes):
+        upper, lower = later.view(-1, 2, 2 * half, width)[:, 1], earlier.view(-1, 2, half, width)[:, 0]
+        upper.mul_(node.totals[:, 0])
+        lower.mul_(node.totals[:, 1])
+        count = upper.shape[0]
+        block = space("d block", total, count // total, half // leaf, 2, leaf, half)
+        block = block.copy_(node_scores(d_scores, half).permute(0, 5, 1, 2, 3, 4)).view(count, 2 * half, half)
+        upper.add_(torch.bmm(block, node.earlier, out=space("product", *node.later.shape)))
+        lower.add_(torch.bmm(block.transpose(1, 2), node.later, out=space("product", *node.earlier.shape)))
+        half //= 2
+
+    block = space("d block", total, leaves, 2, leaf, leaf).copy_(leaf_scores(d_scores).permute(0, 4, 1, 2, 3))
+    block.view(-1, leaf, leaf).tril_(-1)
+    block = block.view(-1, 2 * leaf, leaf)
+    # exp() up to 1e36 on one side and down to 1e-37 on the other leave no room for the size of the gradient.
+    size = block.abs().amax((1, 2), keepdim=True).clamp_min_(torch.finfo(block.dtype).tiny)
+    block.div_(size)
+    rows = torch.bmm(block, intra.leaf_keys, out=space("product", *intra.leaf_rows.shape))
+    rows.view(-1, 2, leaf, width).mul_(intra.grown.unsqueeze(1))
+    keys = torch.bmm(block.transpose(1, 2), intra.leaf_rows, out=space("key product", *intra.leaf_keys.shape))
+    keys.mul_(intra.shrunk)
+    from_start = torch.mul(intra.grown, intra.start, out=space("from start", *intra.grown.shape))
+    to_end = torch.mul(intra.shrunk, intra.end, out=space("to end", *intra.shrunk.shape))
+    later, earlier = later.view(-1, 2 * leaf, width), earlier.view(-1, leaf, width)
+    later.view(-1, 2, leaf, width).mul_(from_start.unsqueeze(1))
+    later.addcmul_(rows, size)
+    if intra.nodes:
+        earlier.mul_(to_end).addcmul_(keys, size)
+    else:
+        torch.mul(keys, size, out=earlier)
+    half = leaf
+    for node in intra.nodes:
+        to_end.view(-1, 2, half, width)[:, 0].mul_(node.totals[:, 1])
+        half *= 2
+    return later, earlier, to_end
