@@ -208,7 +208,7 @@ def _input_gradients(
     rooms = [part.room(x) for x in grads]
     dq, dk, dv, dg = (by_leaf(x, chunks, leaf) for x in rooms[:4])
     q, k = (by_leaf(x, chunks, leaf) for x in inputs[:2])
-    torch.neg(d_rows[..., 0, :, :], out=dv)
+    torch.mul(d_rows[..., 0, :, :], -1, out=dv)
 
     before, d_after = before.view(total, width, depth), d_after.view(total, width, depth)
     written, wanted = written.view(total, CHUNK, depth), replay.wanted.view(total, CHUNK, depth)
