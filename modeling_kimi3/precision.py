@@ -1,0 +1,70 @@
+"""Parameters that keep their precision, and matmuls that autocast must leave alone (spec section 5).
+
+`module.to(torch.bfloat16)` and `module.half()` reach every floating parameter of a module tree. The decay
+parameters, the router's selection bias, the convolution taps and the gated norm's weight must not follow: rounding
+them moves the logits by more than any kernel does.
+"""
+
+import torch
+from torch import nn
+
+
+class KeepPrecision(nn.Module):
+    """Mixin: parameters that `.to` moves but never narrows.
+
+    Casting to a wider type (`.double()`) is let through, so that a whole model can run in float64. Children are
+    treated as they themselves decide.
+    """
+
+    # Names among the module's own parameters; None protects all of them.
+    _kept_parameters: tuple[str, ...] | None = None
+
+    def _apply(self, fn, recurse=True):
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        names = self._kept_parameters if self._kept_parameters is not None else tuple(self._parameters)
+        kept = [self._parameters[name] for name in names if self._parameters[name] is not None]
+
+        def guarded(tensor: torch.Tensor) -> torch.Tensor:
+            result = fn(tensor)
+            protected = any(tensor is parameter or tensor is parameter.grad for parameter in kept)
+            if protected and result.dtype.itemsize < tensor.dtype.itemsize:
+                return tensor.to(result.device)
+            return result
+
+        return super()._apply(guarded, recurse=False)
+
+
+def upcast(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in float32, or unchanged where it is float64 already."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def linear_upcast(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T` in float32 (float64 where either is), whatever autocast is active.
+
+    Args:
+        x: `[..., in]`, any floating dtype.
+        weight: `[out, in]`, any floating dtype.
+    """
+    dtype = torch.float64 if torch.float64 in (x.dtype, weight.dtype) else torch.float32
+    with torch.autocast(device_type=x.device.type, enabled=False):
+        return nn.functional.linear(x.to(dtype), weight.to(dtype))
+
+
+def effective_weight(linear: nn.Module) -> torch.Tensor:
+    """The `[out, in]` matrix that a bias-free linear module applies at this moment.
+
+    Absorbed attention and the residual mix need the matrix itself. Reading `module.weight` is right only for a plain
+    `nn.Linear`: an adapter, a quantised layer or an offloaded one keeps something else there, so what the module
+    does to the unit vectors is taken instead. Gradients flow to whatever the module trains.
+    """
+    plain = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
+    if plain and linear.weight.device.type != "meta":
+        return linear.weight
+    probe = next(linear.parameters())
+    dtype = probe.dtype if probe.is_floating_point() else torch.get_default_dtype()
+    device = getattr(getattr(linear, "_hf_hook", None), "execution_device", None) or probe.device
+    eye = torch.eye(linear.in_features, dtype=dtype, device="cpu" if str(device) == "meta" else device)
+    return linear(eye).transpose(0, 1)
