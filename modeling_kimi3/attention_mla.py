@@ -125,7 +125,7 @@ class KimiMLAttention(nn.Module):
 
     def _absorbs(self, query_length: int, key_length: int, attention_mask: object) -> bool:
         """Whether folding the query is cheaper than expanding the context, counted in multiplications per head."""
-        if not (attention_mask is None or isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4):
+        if not (attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4)):
             return False
         if attention_mask is None and query_length > 1:
             return False
@@ -142,7 +142,7 @@ class KimiMLAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention over keys `[B, H, S, n+p]` and values `[B, H, S, v]` made from the latents. Output `[B, T, H, v]`."""
+        """Attention over keys `[B, H, S, n+p]` and values `[B, H, S, v]` from the latents. Output `[B, T, H, v]`."""
         batch, _, length, _ = latent.shape
         expanded = self.kv_b_proj(latent.squeeze(1)).view(batch, length, self.num_heads, -1).transpose(1, 2)
         key, value = expanded.split([self.nope_dim, self.value_dim], dim=-1)

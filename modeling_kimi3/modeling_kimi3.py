@@ -163,6 +163,15 @@ class KimiK3PreTrainedModel(CheckpointMixin, PreTrainedModel):
         "attn_res_weights": OutputRecorder(AttentionResidualMix, index=1),
     }
 
+    # transformers reads these two off the source of this very file; mixers and experts live in files of their own.
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Spec section 5: every parameter of every module, whatever memory it was built in."""
