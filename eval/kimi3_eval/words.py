@@ -52,3 +52,16 @@ def distinct(kind: str, count: int, rng: random.Random, taken: set[str] | None =
             taken.add(value)
             found.append(value)
     return found
+
+
+def compounds(count: int, taken: set[str], avoid: list[str]) -> list[str]:
+    """Further words where the list is used up: adjective-noun compounds that are not taken and hold none of `avoid`."""
+    nouns, adjectives, _ = _categories()
+    rng = random.Random(f"compounds|{len(taken)}")
+    found: list[str] = []
+    while len(found) < count:
+        text = f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
+        if text not in taken and not any(part.lower() in text.lower() for part in avoid):
+            taken.add(text)
+            found.append(text)
+    return found

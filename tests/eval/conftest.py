@@ -1,16 +1,18 @@
 """Tokenizers of every kind, a tiny checkpoint, and scripted models that the harness runs like any other."""
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from kimi3_eval.haystack import prose
-from kimi3_eval.tokens import encoder
 from lm_eval.api.model import LM
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kimi3_eval.haystack import prose
+from kimi3_eval.tokens import encoder
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
@@ -131,6 +133,14 @@ class Oracle(LM):
         if self.window is not None:
             ids = self.encoder.whole(prompt, special=False)[-self.window :]
             seen = self.encoder.tokenizer.decode(ids.tolist())
+        if seen.endswith("they are: "):
+            return self._variables(seen)
+        if prompt.endswith("in the list are:"):
+            words = re.findall(r"\d+\. (\S+)", seen.rsplit("appear most often.\n", 1)[1].split("\nQuestion")[0])
+            return " ".join(f"{i + 1}. {word}" for i, (word, _) in enumerate(Counter(words).most_common(10)))
+        if prompt.endswith("appeared words are:"):
+            text = seen.split("coded words. ", 1)[1].split("\nQuestion")[0]
+            return ", ".join(word for word, _ in Counter(text.split()).most_common(4) if word != "...")
         query = re.search(r"The special magic \w+ for (.+) mentioned in the provided text (?:is|are)$", prompt)
         assert query is not None
         keys = re.split(r", and |, ", query[1])
@@ -139,6 +149,17 @@ class Oracle(LM):
             for key in keys
             for value in re.findall(rf"One of the special magic \w+ for {re.escape(key)} is: ([\w-]+)\.", seen)
         )
+
+    @staticmethod
+    def _variables(seen: str) -> str:
+        """Follows the chain of the last text: example names are three letters long and stand in no later line."""
+        text = seen.rsplit("Memorize and track", 1)[1]
+        value = re.search(r"are assigned the value (\d+), they are: $", seen)
+        assert value is not None
+        names = re.findall(rf"VAR (\w+) = {value[1]}\n", text)
+        for new, old in re.findall(r"VAR (\w+) = VAR (\w+) \n", text):
+            names += [new] if old in names else []
+        return " ".join(names)
 
     def generate_until(self, requests: list) -> list[str]:
         answers = []

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from kimi3_eval.cli import main
 
 SMALL = ["--tasks", "niah_single_1", "--lengths", "512,1024", "--depths", "0,1", "--samples", "1", "--device", "cpu"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from kimi3_eval.build import join, remembered_ids
 from kimi3_eval.errors import Refusal
 from kimi3_eval.tasks import TASKS, documents, found
@@ -14,6 +15,8 @@ from kimi3_eval.tokens import encoder
 
 KINDS = ["byte", "bpe", "bpe-bos", "metaspace"]
 NIAH = [task for task in TASKS if task.startswith("niah_")]
+
+UNITS = {"niah_single_1": "noise", "niah_multikey_2": "line", "niah_multikey_3": "line", "vt": "noise", "fwe": "step"}
 
 
 def prompt_of(doc: dict) -> str:
@@ -25,15 +28,15 @@ def prompt_of(doc: dict) -> str:
 def test_prompt_and_answer_fit_exactly(task: str, kind: str, tokenizer_dir) -> None:
     """Counted by the whole prompt through the tokenizer; what is left over is less than one haystack unit."""
     tools = encoder(tokenizer_dir(kind))
-    for length in (1500, 2048):
+    for length in (2200, 2600):
         docs = documents(task, [length], [0.0, 1.0], 2, 0, tokenizer_dir(kind))
         assert len(docs) == 4
         for doc in docs:
             ids = tools.whole(prompt_of(doc), special=True)
             assert len(ids) == doc["prompt_tokens"]
             assert doc["length"] == len(ids) + doc["budget"] <= length
-            unit = {"niah_single_1": "noise", "niah_multikey_2": "line", "niah_multikey_3": "line"}.get(task, "word")
-            bytes_of_unit = {"noise": 95, "line": 130, "word": 30}[unit]
+            unit = UNITS.get(task, "word")
+            bytes_of_unit = {"noise": 95, "line": 130, "word": 30, "step": 60}[unit]
             slack = length - doc["length"]
             assert slack <= bytes_of_unit, f"{slack} tokens left unused"
 
@@ -43,7 +46,7 @@ def test_prompt_and_answer_fit_exactly(task: str, kind: str, tokenizer_dir) -> N
 def test_ids_of_pieces_are_the_ids_of_the_prompt(task: str, kind: str, tokenizer_dir) -> None:
     """The builder's ids, which the model gets, are what the tokenizer makes of the finished text."""
     tools = encoder(tokenizer_dir(kind))
-    for doc in documents(task, [1800], [0.3, 0.7], 5, 1, tokenizer_dir(kind)):
+    for doc in documents(task, [2000], [0.3, 0.7], 5, 1, tokenizer_dir(kind)):
         ids = remembered_ids(prompt_of(doc))
         assert ids is not None
         assert ids.tolist() == tools.whole(prompt_of(doc), special=True).tolist()
@@ -111,7 +114,7 @@ def test_same_seed_same_bytes_in_another_process_and_order(tokenizer_dir, tmp_pa
 def test_seed_and_index_change_the_content(tokenizer_dir) -> None:
     name = tokenizer_dir("bpe")
     for task in TASKS:
-        docs = documents(task, [1536], [0.5], 3, 0, name) + documents(task, [1536], [0.5], 3, 1, name)
+        docs = documents(task, [2000], [0.5], 3, 0, name) + documents(task, [2000], [0.5], 3, 1, name)
         assert len({doc["input"] for doc in docs}) == 6
 
 
@@ -123,13 +126,13 @@ def test_more_depths_leave_the_others_as_they_are(task: str, tokenizer_dir) -> N
     assert {doc["input"] for doc in few} <= {doc["input"] for doc in many}
 
 
-@pytest.mark.parametrize("task", NIAH)
+@pytest.mark.parametrize("task", list(TASKS))
 def test_too_short_is_refused_with_the_length_that_does(task: str, tokenizer_dir) -> None:
     name = tokenizer_dir("bpe")
     with pytest.raises(Refusal, match="answer tokens need") as refusal:
         documents(task, [200], [0.5], 2, 0, name)
     enough = int(str(refusal.value).split("need ")[1].split(";")[0])
-    assert 200 < enough < 600
+    assert 200 < enough < 1200
     assert len(documents(task, [enough], [0.5], 2, 0, name)) == 2
 
 

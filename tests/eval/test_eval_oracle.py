@@ -4,11 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+
 from kimi3_eval.plan import Plan
 from kimi3_eval.run import execute, open_directory
 from kimi3_eval.tasks import TASKS
 
-NIAH = tuple(task for task in TASKS if task.startswith("niah_"))
+RULER = tuple(TASKS)
 
 
 @pytest.fixture
@@ -38,21 +39,21 @@ def run(plan: Plan, output: Path, lm) -> dict:
 
 @pytest.mark.parametrize(("right", "expected"), [(True, 1.0), (False, 0.0)])
 def test_right_and_wrong_answers_score_one_and_zero(right, expected, make_plan, oracle, tmp_path) -> None:
-    plan = make_plan(tasks=NIAH, lengths=(1024, 1536), depths=(0.0, 1.0))
+    plan = make_plan(tasks=RULER, lengths=(1536, 2048), depths=(0.0, 1.0))
     results = run(plan, tmp_path / "run", oracle(plan.tokenizer, right=right))
     tasks = results["columns"]["full"]["tasks"]
-    assert list(tasks) == list(NIAH)
+    assert list(tasks) == list(RULER)
     for row in tasks.values():
         assert row["score"] == expected and row["n"] == 8
         assert [(cell["length"], cell["score"], cell["n"]) for cell in row["by_length"]] == [
-            (1024, expected, 4),
             (1536, expected, 4),
+            (2048, expected, 4),
         ]
         assert all(cell["score"] == expected for cell in row["by_depth"] if cell["n"])
         low, high = row["interval"]
         assert low <= expected <= high and high - low < 0.4
     lm_eval = results["lm_eval"]["results"]
-    assert {name: lm_eval[f"kimi3_{name}"]["score,none"] for name in NIAH} == dict.fromkeys(NIAH, expected)
+    assert {name: lm_eval[f"kimi3_{name}"]["score,none"] for name in RULER} == dict.fromkeys(RULER, expected)
 
 
 def test_a_window_gives_a_step(make_plan, oracle, tmp_path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 
 from ..build import Recipe, cell
+from .aggregation import AGGREGATION
 from .niah import NIAH
 
 TASK_DIR = Path(__file__).parent
@@ -19,7 +20,7 @@ DEFAULT_LENGTHS = (4096,)
 DEFAULT_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DEFAULT_SAMPLES = 20
 
-TASKS: dict[str, Recipe] = {**NIAH}
+TASKS: dict[str, Recipe] = {**NIAH, **AGGREGATION}
 
 
 def documents(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
+from ..build import Recipe
 from ..haystack import NOISE, prose
 from ..specs import Draft, NoRoom, Spec
 from ..tokens import Encoder
@@ -114,13 +115,13 @@ class Niah:
         self, spec: Spec, taken: set[str], needles: list, places: list[float], room: int, encoder: Encoder
     ) -> tuple[list[str], list[int], int]:
         lines = [text + "\n" for _, _, text in needles]
-        room -= _require(room, encoder.total(lines))
+        room -= require(room, encoder.total(lines))
         if self.haystack == "noise":
             units = [NOISE + "\n"] * (room // encoder.count([NOISE + "\n"])[0])
         else:
             units = self._needle_lines(spec.rng("haystack"), taken, room, encoder)
         slots = [round(place * len(units)) for place in places]
-        body, marks = _insert(units, lines, slots)
+        body, marks = insert(units, lines, slots)
         return body, marks, 1
 
     def _needle_lines(self, rng: random.Random, taken: set[str], room: int, encoder: Encoder) -> list[str]:
@@ -142,12 +143,12 @@ class Niah:
         texts = [text for _, _, text in needles]
         newline = 1
         spaced = encoder.total([" " + text for text in texts]) + newline
-        sentences, passes = prose(source).fill(room - _require(room, spaced), encoder)
+        sentences, passes = prose(source).fill(room - require(room, spaced), encoder)
         while True:
             sizes = encoder.count([" " + s for s in sentences])
             ends = list(accumulate(sizes, initial=0))
             slots = [_nearest(ends, place * ends[-1]) for place in places]
-            body, marks = _insert(sentences, texts, slots)
+            body, marks = insert(sentences, texts, slots)
             body = [(" " if i else "") + text for i, text in enumerate(body)]
             body[-1] += "\n"
             # The first piece lost its space and the last one gained a newline: both can cost a token more.
@@ -157,7 +158,12 @@ class Niah:
             sentences = [*sentences[:-1], shorter] if shorter else sentences[:-1]
 
 
-def _require(room: int, tokens: int) -> int:
+def require(room: int, tokens: int) -> int:
+    """Returns `tokens`, after making sure that they fit the room.
+
+    Raises:
+        NoRoom: they do not.
+    """
     if tokens > room:
         raise NoRoom(tokens - room)
     return tokens
@@ -170,7 +176,7 @@ def _nearest(ends: list[int], target: float) -> int:
     return left if target - ends[left] < ends[right] - target else right
 
 
-def _insert(units: Sequence[str], needles: Sequence[str], slots: Sequence[int]) -> tuple[list[str], list[int]]:
+def insert(units: Sequence[str], needles: Sequence[str], slots: Sequence[int]) -> tuple[list[str], list[int]]:
     """Puts needle n before unit `slots[n]`; returns the sequence and the index of each needle in it."""
     order = sorted(range(len(needles)), key=lambda n: slots[n])
     body: list[str] = []
@@ -189,7 +195,7 @@ def _listing(names: list[str]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + ", and " + names[-1]
 
 
-NIAH = {
+NIAH: dict[str, Recipe] = {
     "niah_single_1": Niah("noise"),
     "niah_single_2": Niah("prose"),
     "niah_single_3": Niah("prose", value="uuids"),
