@@ -191,6 +191,32 @@ class KimiDeltaLayer(LinearAttentionLayer):
             present = Checkpoint(self.conv_states[0], self.recurrent_states[0])
         return self.window.prepare(tokens, draft, present)
 
+    def widen(self, rollback: int) -> None:
+        """Makes the window hold at least `rollback` tokens from now on."""
+        self.rollback = max(self.rollback, rollback)
+        if self.window is not None:
+            self.window.window = self.rollback
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """Takes over the convolutions' new tail `[B, C, W-1]`."""
+        self.is_conv_states_initialized[state_idx] = True
+        self.has_previous_state[state_idx] = True
+        return self._take_over(self.conv_states, conv_states, state_idx)
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """Takes over the new state `[B, H, K, V]`."""
+        self.is_recurrent_states_initialized[state_idx] = True
+        return self._take_over(self.recurrent_states, recurrent_states, state_idx)
+
+    def _take_over(self, held: dict[int, torch.Tensor | None], value: torch.Tensor, index: int) -> torch.Tensor:
+        present = held[index]
+        if present is None or value.requires_grad or present.requires_grad:
+            self.device, self.dtype = value.device, value.dtype
+            held[index] = value
+        else:
+            present.copy_(value)
+        return held[index]
+
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back the last `-tokens_to_remove` tokens; the caller has made sure that they are recorded."""
         if tokens_to_remove == 0 or not self.has_previous_state[0]:
@@ -239,6 +265,12 @@ class KimiK3Cache(Cache):
                 for layer_type in config.layer_types
             ]
         )
+
+    def widen_rollback(self, tokens: int) -> None:
+        """Makes `crop` able to take back at least `tokens` of the tokens seen from now on."""
+        for layer in self.layers:
+            if isinstance(layer, KimiDeltaLayer):
+                layer.widen(tokens)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included. Unlike transformers' caches also for models without a softmax layer."""

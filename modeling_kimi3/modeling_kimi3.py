@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationConfig, GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
@@ -352,7 +352,21 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         )
         if wanted and model_kwargs.get("cache") is None:
             model_kwargs["cache"] = KimiK3Cache(self.config)
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if generation_config.is_assistant and isinstance(model_kwargs.get("cache"), KimiK3Cache):
+            # All drafted tokens may be turned down, and they were seen one by one.
+            model_kwargs["cache"].widen_rollback((generation_config.max_new_tokens or 0) + 1)
+
+    def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+        """Makes room for the longest draft: the first one comes in the same forward pass as the prompt."""
+        cache, generation_config = kwargs.get("cache"), kwargs["generation_config"]
+        if isinstance(cache, KimiK3Cache):
+            draft = generation_config.prompt_lookup_num_tokens or 0
+            if assistant_model is not None:
+                default = GenerationConfig._get_default_generation_params()["num_assistant_tokens"]
+                draft = max(draft, assistant_model.generation_config.num_assistant_tokens or default)
+            cache.widen_rollback(draft + 1)
+        return super()._assisted_decoding(input_ids, *args, assistant_model=assistant_model, **kwargs)
 
 
 __all__ = ["KimiK3ForCausalLM", "KimiK3Model", "KimiK3PreTrainedModel"]
