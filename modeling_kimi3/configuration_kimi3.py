@@ -57,6 +57,9 @@ class KimiK3Config(PreTrainedConfig):
     The class is not decorated `@strict` as transformers' configs are: those checks raise errors that are no ValueError.
     `validate()` runs whenever a config is made, read or saved, and when a model is built from it.
 
+    A field whose type does not allow None may be None all the same where nothing reads it: sizes of MLA in a model of
+    KDA layers only, expert settings in a dense model.
+
     Args:
         hidden_act: "situ" or "silu".
         activation_situ_linear_beta: None lets SiTU's up branch enter as it is.
@@ -76,15 +79,17 @@ class KimiK3Config(PreTrainedConfig):
     model_type = "kimi_k3"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache"]
     attribute_map = ALIASES
+    # What a directory that names no tokenizer class is loaded with.
+    tokenizer_class: ClassVar[str] = "KimiK3Tokenizer"
 
     vocab_size: int = 163840
     hidden_size: int = 7168
     intermediate_size: int = 33792
     num_hidden_layers: int = 93
     num_attention_heads: int = 96
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int = None  # type: ignore[assignment]
     hidden_act: str = "situ"
-    activation_situ_beta: float | None = 4.0
+    activation_situ_beta: float = 4.0
     activation_situ_linear_beta: float | None = 25.0
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
@@ -95,9 +100,9 @@ class KimiK3Config(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 163586
     pad_token_id: int | None = 163839
     num_experts: int | None = 896
-    num_experts_per_token: int | None = 16
+    num_experts_per_token: int = 16
     num_shared_experts: int = 2
-    moe_intermediate_size: int | None = 3072
+    moe_intermediate_size: int = 3072
     routed_expert_hidden_size: int | None = 3584
     latent_moe_use_norm: bool = True
     moe_renormalize: bool = True
@@ -111,10 +116,10 @@ class KimiK3Config(PreTrainedConfig):
     moe_layer_freq: int = 1
     attn_res_block_size: int | None = 12
     q_lora_rank: int | None = 1536
-    kv_lora_rank: int | None = 512
-    qk_nope_head_dim: int | None = 128
-    qk_rope_head_dim: int | None = 64
-    v_head_dim: int | None = 128
+    kv_lora_rank: int = 512
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
     mla_use_nope: bool = True
     mla_use_output_gate: bool = True
     num_nextn_predict_layers: int = 0
@@ -188,10 +193,10 @@ class KimiK3Config(PreTrainedConfig):
         }
 
     @property
-    def qk_head_dim(self) -> int | None:
-        """Width of an MLA query or key; None without MLA."""
+    def qk_head_dim(self) -> int:
+        """Width of an MLA query or key; 0 where the config has no MLA."""
         if self.qk_nope_head_dim is None or self.qk_rope_head_dim is None:
-            return None
+            return 0
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
