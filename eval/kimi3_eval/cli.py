@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     run.add_argument("--device", help="cpu, cuda, cuda:1, …; default: an accelerator if there is one")
     run.add_argument("--prefill-chunk-size", type=int, help="tokens of a prompt fed at once; bounds memory")
+    run.add_argument("--hold-back", default="", help="further columns: softmax-window=W, kda-reset=W, attn-res-newest")
     run.set_defaults(action=run_tasks)
     return top
 
@@ -56,6 +57,7 @@ def run_tasks(args: argparse.Namespace) -> None:
         chat=args.apply_chat_template,
         dtype=args.dtype,
         prefill_chunk_size=args.prefill_chunk_size,
+        hold_back=tuple(name.strip() for name in args.hold_back.split(",") if name.strip()),
     )
     built = check(plan, config)
 

@@ -8,7 +8,8 @@ feeds long prompts in chunks, copes with tokenizers without eos or pad token, an
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from transformers import (
 )
 
 from .build import remembered_ids
+from .holdback import Column, Holding, hold_back
 from .tokens import Encoder, load_tokenizer
 
 CONTEXT_KEYS = ("n_positions", "max_position_embeddings", "n_ctx", "model_max_length")
@@ -90,10 +92,20 @@ class Kimi3LM(HFLM):
         self.pretrained = name
         self.prefill_chunk_size = prefill_chunk_size
         self._encoder = Encoder(tokenizer)
+        self._holding = Holding()
         if accelerator is not None:
             self.accelerator = accelerator
             self._rank = accelerator.process_index
             self._world_size = accelerator.num_processes
+
+    @contextmanager
+    def hold_back(self, column: Column) -> Iterator[None]:
+        """Runs the model with a mechanism held back for the time of a `with` block, see `holdback`."""
+        with hold_back(self.model, column) as self._holding:
+            try:
+                yield
+            finally:
+                self._holding = Holding()
 
     def prompt_ids(self, prompt: str) -> np.ndarray:
         """Ids of a prompt, int32 `[T]`: the builder's where it made this prompt, the tokenizer's otherwise."""
@@ -118,7 +130,7 @@ class Kimi3LM(HFLM):
         bar = tqdm(
             total=tokens, desc="answers", unit="tok", unit_scale=True, disable=disable_tqdm or self.rank != 0, delay=0.5
         )
-        size = int(self.batch_size)
+        size = 1 if self._holding.single else int(self.batch_size)
         for group in groups.values():
             group.sort(key=lambda row: -len(row[1]))
             for start in range(0, len(group), size):
@@ -150,8 +162,10 @@ class Kimi3LM(HFLM):
             input_ids[row, width - len(ids) :] = torch.from_numpy(ids.astype(np.int64))
             mask[row, width - len(ids) :] = 1
         input_ids, mask = input_ids.to(self.device), mask.to(self.device)
-        if self.prefill_chunk_size:
-            options.setdefault("prefill_chunk_size", self.prefill_chunk_size)
+        chunk = self._holding.chunk or self.prefill_chunk_size
+        if chunk:
+            options["prefill_chunk_size"] = chunk
+        self._holding.new_sequence()
         if until:
             options["stopping_criteria"] = StoppingCriteriaList([_StopAt(until, self._decode, width)])
         ends = self._end_ids()

@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import AutoConfig, PretrainedConfig
 
 from .errors import Refusal
+from .holdback import FULL, Column, check_columns, column
 from .model import context_limit
 from .tasks import PREFIX, TASKS, documents
 from .tokens import TOKENIZER_FILES, encoder
@@ -33,6 +34,7 @@ class Plan:
         chat: Whether prompts go through the chat template.
         dtype: Dtype that the model is loaded in.
         prefill_chunk_size: Tokens of a prompt that go through the model at once.
+        hold_back: Names of further columns, see `holdback`.
     """
 
     model: str
@@ -47,6 +49,12 @@ class Plan:
     chat: bool = False
     dtype: str = "auto"
     prefill_chunk_size: int | None = None
+    hold_back: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> list[Column]:
+        """The whole model first, then the ways in which something of it is held back."""
+        return [column(name) for name in dict.fromkeys((FULL, *self.hold_back))]
 
     @property
     def metadata(self) -> dict:
@@ -116,6 +124,11 @@ def split_tasks(names: list[str], others: list[str] | None = None) -> tuple[tupl
         if short in TASKS:
             own.append(short)
             continue
+        likely = difflib.get_close_matches(short, list(TASKS), 3, 0.85)
+        if likely and not name.startswith("lm_eval:"):
+            raise Refusal(
+                f"There is no task {name}; near it: {', '.join(likely)} (lm_eval:{name} asks lm-eval for it)."
+            )
         if others is None:
             from lm_eval.tasks import TaskManager
 
@@ -173,6 +186,7 @@ def check(plan: Plan, config: PretrainedConfig) -> dict[str, list[dict]]:
         raise Refusal(
             f"--lengths {max(plan.lengths)} is beyond the model's context of {limit} tokens: ask for at most {limit}."
         )
+    check_columns(plan.columns, config)
     if plan.samples < 1:
         raise Refusal(f"--samples {plan.samples} must be at least 1.")
     if plan.chat and not getattr(encoder(plan.tokenizer).tokenizer, "chat_template", None):

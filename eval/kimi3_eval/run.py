@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from . import __version__
 from .build import write_text
 from .errors import Refusal
 from .haystack import prose
+from .holdback import FULL
 from .plan import Plan
 from .results import task_results
 from .store import AnswerStore, ResumableLM, model_fingerprint
@@ -79,59 +81,70 @@ def execute(plan: Plan, output: Path, lm: LM, command: list[str] | None = None) 
     """
     started = time.perf_counter()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    column = "full"
-    mark = json.dumps([model_fingerprint(Path(plan.model)), plan.dtype, versions(), column], sort_keys=True)
-    store = AnswerStore(output / "answers", mark, lm.rank)
-    resumable = ResumableLM(lm, store)
-    names = [PREFIX + task for task in plan.tasks] + list(plan.foreign)
+    fingerprint = model_fingerprint(Path(plan.model))
     manager = TaskManager(
         include_path=str(TASK_DIR), include_defaults=bool(plan.foreign), metadata=plan.metadata if plan.tasks else {}
     )
-    evaluated = simple_evaluate(
-        model=resumable,
-        tasks=names,
-        task_manager=manager,
-        bootstrap_iters=0,
-        log_samples=True,
-        apply_chat_template=plan.chat,
-        random_seed=plan.seed,
-        numpy_random_seed=plan.seed,
-        torch_random_seed=plan.seed,
-        fewshot_random_seed=plan.seed,
-    )
-    store.close()
-    if evaluated is None:
+    tasks = list(manager.load([PREFIX + task for task in plan.tasks] + list(plan.foreign))["tasks"].values())
+    columns: dict[str, dict] = {}
+    reused = 0
+    record: dict = {}
+    for column in plan.columns:
+        mark = json.dumps([fingerprint, plan.dtype, plan.prefill_chunk_size, versions(), column.name], sort_keys=True)
+        store = AnswerStore(output / "answers", mark, lm.rank)
+        resumable = ResumableLM(lm, store)
+        with nullcontext() if column.name == FULL else lm.hold_back(column):  # type: ignore[attr-defined]
+            evaluated = simple_evaluate(
+                model=resumable,
+                tasks=tasks,
+                task_manager=manager,
+                bootstrap_iters=0,
+                log_samples=True,
+                apply_chat_template=plan.chat,
+                random_seed=plan.seed,
+                numpy_random_seed=plan.seed,
+                torch_random_seed=plan.seed,
+                fewshot_random_seed=plan.seed,
+            )
+        store.close()
+        reused += resumable.reused
+        if evaluated is not None:
+            columns[column.name] = _column_results(plan, column.name, evaluated, output)
+            record = record or evaluated
+    if lm.rank != 0:
         return None
-    samples = evaluated.pop("samples")
-    for name, rows in samples.items():
-        rows.sort(key=lambda row: row["doc_id"])
-        lines = (json.dumps(row, default=handle_non_serializable, ensure_ascii=False) for row in rows)
-        write_text(output / f"samples_{name}.jsonl", "".join(line + "\n" for line in lines))
-    own = {task: task_results(samples[PREFIX + task], list(plan.lengths), list(plan.depths)) for task in plan.tasks}
     results = {
         "schema": SCHEMA,
         "versions": versions(),
         "command": command or sys.argv,
         "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "plan": plan.as_dict(),
-        "model": {"fingerprint": model_fingerprint(Path(plan.model)), "class": type(lm).__name__, **_model_facts(lm)},
+        "model": {"fingerprint": fingerprint, "class": type(lm).__name__, **_model_facts(lm)},
         "tokenizer": {"name": plan.tokenizer, "fingerprint": encoder(plan.tokenizer).fingerprint},
         "haystack": {"name": prose(plan.haystack).name, "fingerprint": prose(plan.haystack).fingerprint},
-        "columns": {
-            column: {
-                "tasks": own,
-                "lm_eval_tasks": {name: _numbers(evaluated["results"].get(name, {})) for name in plan.foreign},
-            }
-        },
+        "columns": columns,
         "time": {
             "seconds": round(time.perf_counter() - started, 3),
-            "answers_reused": resumable.reused,
+            "answers_reused": reused,
             "processes": lm.world_size,
         },
-        "lm_eval": {key: evaluated[key] for key in ("results", "configs", "versions", "n-samples", "config")},
+        "lm_eval": {key: record[key] for key in ("results", "configs", "versions", "n-samples", "config")},
     }
     write_text(output / "results.json", json.dumps(results, indent=1, default=handle_non_serializable))
     return json.loads((output / "results.json").read_text(encoding="utf-8"))
+
+
+def _column_results(plan: Plan, column: str, evaluated: dict, output: Path) -> dict:
+    """Writes the samples of one column and makes its results."""
+    samples = evaluated.pop("samples")
+    suffix = "" if column == FULL else "__" + column.replace("=", "-")
+    for name, rows in samples.items():
+        rows.sort(key=lambda row: row["doc_id"])
+        lines = (json.dumps(row, default=handle_non_serializable, ensure_ascii=False) for row in rows)
+        write_text(output / f"samples_{name}{suffix}.jsonl", "".join(line + "\n" for line in lines))
+    own = {task: task_results(samples[PREFIX + task], list(plan.lengths), list(plan.depths)) for task in plan.tasks}
+    others = {name: _numbers(evaluated["results"].get(name, {})) for name in plan.foreign}
+    return {"tasks": own, "lm_eval_tasks": others}
 
 
 def _numbers(metrics: dict) -> dict[str, float]:

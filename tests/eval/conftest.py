@@ -2,7 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kimi3_eval.haystack import prose
+from kimi3_eval.holdback import Column
 from kimi3_eval.tokens import encoder
 
 TEMPLATE = (
@@ -125,6 +127,14 @@ class Oracle(LM):
         self.right = right
         self.fail_after = fail_after
         self.answered: list[str] = []
+
+    @contextmanager
+    def hold_back(self, column: Column) -> Iterator[None]:
+        """A window of its own while softmax layers are held back; other columns leave it as it is."""
+        before = self.window
+        self.window = column.window if column.kind == "softmax-window" else before
+        yield
+        self.window = before
 
     def answer(self, prompt: str) -> str:
         if not self.right:

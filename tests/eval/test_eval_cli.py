@@ -20,6 +20,22 @@ def test_run_writes_results(llama_dir, tmp_path, capsys) -> None:
     assert "niah_single_1" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("checkpoint", ["k3-tiny-dense"])
+def test_every_column_runs_on_a_real_k3(checkpoint, golden, tmp_path, capsys) -> None:
+    output = tmp_path / "out"
+    args = ["--tasks", "niah_single_1", "--lengths", "640", "--depths", "0.5", "--samples", "1", "--tokenizer", "bytes"]
+    columns = "softmax-window=64,kda-reset=128,attn-res-newest"
+    run = ["run", str(golden(checkpoint)), *args, "--output", str(output), "--dtype", "float32", "--device", "cpu"]
+    assert main([*run, "--hold-back", columns]) == 0
+    results = json.loads((output / "results.json").read_text())
+    assert list(results["columns"]) == ["full", *columns.split(",")]
+    answers = [
+        json.loads(path.read_text())["resps"][0][0] for path in sorted(output.glob("samples_kimi3_niah_single_1*"))
+    ]
+    assert len(answers) == 4 and len(set(answers)) > 1
+    assert "[kda-reset=128]" in capsys.readouterr().out
+
+
 def test_chunked_prefill_and_batches_give_the_same_answers(llama_dir, tmp_path) -> None:
     answers = []
     for extra in (["--batch-size", "1"], ["--batch-size", "3", "--prefill-chunk-size", "100"]):
@@ -31,12 +47,9 @@ def test_chunked_prefill_and_batches_give_the_same_answers(llama_dir, tmp_path) 
 
 
 @pytest.mark.parametrize("checkpoint", ["k3-tiny-dense", "k3-tiny-text", "k3-moe-bf16", "kimi-linear-tiny"])
-def test_golden_checkpoints_run_with_bytes(checkpoint, tmp_path) -> None:
+def test_golden_checkpoints_run_with_bytes(checkpoint, golden, tmp_path) -> None:
     """Checkpoints in the released layout without a tokenizer run end to end."""
-    pytest.importorskip("modeling_kimi3.modeling_kimi3")
-    path = Path(__file__).resolve().parents[3] / "shared" / "golden" / checkpoint
-    if not path.is_dir():
-        pytest.skip(f"golden checkpoint {checkpoint} not found: {path.parent} is not there")
+    path = golden(checkpoint)
     output = tmp_path / "out"
     args = ["--tasks", "niah_single_1", "--lengths", "640", "--depths", "0.5", "--samples", "1"]
     assert main(["run", str(path), "--tokenizer", "bytes", *args, "--output", str(output), "--dtype", "float32"]) == 0
@@ -57,6 +70,8 @@ def test_golden_checkpoints_run_with_bytes(checkpoint, tmp_path) -> None:
         (["--dtype", "int3"], "--dtype int3"),
         (["--prefill-chunk-size", "0"], "--prefill-chunk-size 0"),
         (["--haystack", "missing.pdf"], "--haystack missing.pdf"),
+        (["--hold-back", "softmax-windows=3"], "--hold-back softmax-windows=3 must be"),
+        (["--hold-back", "attn-res-newest"], "has no such mechanism"),
     ],
 )
 def test_bad_input_is_refused_before_the_model_loads(extra, message, llama_dir, tmp_path, capsys, monkeypatch) -> None:

@@ -72,6 +72,23 @@ def test_a_window_gives_a_step(make_plan, oracle, tmp_path) -> None:
     assert long == sorted(long) and long[0] == 0.0 and long[-1] == 1.0
 
 
+def test_columns_stand_side_by_side(make_plan, oracle, tmp_path) -> None:
+    """Each column runs the same prompts, has answers of its own in the store, and resumes."""
+    plan = make_plan(depths=(0.0, 1.0), hold_back=("softmax-window=500",))
+    lm = oracle(plan.tokenizer)
+    results = run(plan, tmp_path / "run", lm)
+    assert list(results["columns"]) == ["full", "softmax-window=500"]
+    scores = [
+        [cell["score"] for cell in results["columns"][name]["tasks"]["niah_single_1"]["by_depth"]]
+        for name in results["columns"]
+    ]
+    assert scores == [[1.0, 1.0], [0.0, 1.0]]
+    assert len(lm.answered) == 8 and lm.window is None
+    again = oracle(plan.tokenizer)
+    assert run(plan, tmp_path / "run", again)["columns"] == results["columns"] and again.answered == []
+    assert (tmp_path / "run" / "samples_kimi3_niah_single_1__softmax-window-500.jsonl").is_file()
+
+
 def test_interrupted_run_resumes_without_asking_again(make_plan, oracle, tmp_path) -> None:
     """Killed after seven answers, then resumed: the rest is asked once, results equal an uninterrupted run's."""
     plan = make_plan(tasks=("niah_single_1", "niah_multiquery"), depths=(0.0, 0.5, 1.0), samples=3)

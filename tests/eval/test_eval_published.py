@@ -13,10 +13,11 @@ from kimi3_eval.tasks import documents, score
 
 @pytest.fixture(scope="module")
 def port():
-    """lm-eval's RULER modules; their needle module wants nltk."""
-    pytest.importorskip("nltk")
-    from lm_eval.tasks.ruler import common_utils, cwe_utils, fwe_utils, niah_utils, vt_utils
-
+    """lm-eval's RULER modules; their needle module wants nltk, whose download on import is not needed here."""
+    nltk = pytest.importorskip("nltk")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nltk, "download", lambda *a, **k: False)
+        from lm_eval.tasks.ruler import common_utils, cwe_utils, fwe_utils, niah_utils, vt_utils
     return {"niah": niah_utils, "vt": vt_utils, "cwe": cwe_utils, "fwe": fwe_utils, "score": common_utils}
 
 
