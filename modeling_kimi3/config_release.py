@@ -272,7 +272,7 @@ def write_release(config: "KimiK3Config") -> dict[str, Any]:
                 text[key] = copy.deepcopy(value)
             if name in raw:
                 raw[name] = copy.deepcopy(value)
-    if config.dtype != source.dtype:
+    if _dtype_name(config.dtype) != _dtype_name(source.dtype):
         for part in (raw, text):
             keys = [key for key in ("dtype", "torch_dtype") if key in part] or ["dtype"]
             part.update(dict.fromkeys(keys, _dtype_name(config.dtype)))

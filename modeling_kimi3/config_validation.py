@@ -83,7 +83,7 @@ def refuse_unimplemented(keys: Mapping[str, Any], where: str = "") -> None:
     """Raises for a key that asks for something this package does not compute.
 
     Args:
-        keys: config keys with their values; fields of `KimiK3Config` among them are ignored.
+        keys: config keys with their values.
         where: what to write before the key's name, such as "text_config.".
     """
     for key, value in keys.items():

@@ -157,7 +157,7 @@ class KimiK3Config(PreTrainedConfig):
         super().__init__(**values)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        refuse_unimplemented(kwargs)
+        refuse_unimplemented({**vars(self), **kwargs})
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.linear_attn_config is None:
@@ -240,8 +240,7 @@ class KimiK3Config(PreTrainedConfig):
         Raises:
             ValueError: with the field's name, its value and what is expected.
         """
-        names = {field.name for field in fields(self)}
-        refuse_unimplemented({key: value for key, value in vars(self).items() if key not in names})
+        refuse_unimplemented(vars(self))
         rewrite_quantization(getattr(self, "quantization_config", None))
         validate_config(self)
         super().validate()  # type: ignore[misc]
@@ -274,8 +273,8 @@ class KimiK3Config(PreTrainedConfig):
         """As in transformers; keyword arguments that name fields are set together with the dict's, then validated."""
         values = read_release(config_dict) if is_release_dict(config_dict) else dict(config_dict)
         names = {field.name for field in fields(cls)} | set(LINEAR_ATTN_PROPERTIES)
-        # The base class gives these a treatment of their own.
-        names -= {"dtype"}
+        if kwargs.get("dtype") == "auto":
+            names.remove("dtype")
         for key in list(kwargs):
             if ALIASES.get(key, key) in names:
                 values[ALIASES.get(key, key)] = kwargs.pop(key)
