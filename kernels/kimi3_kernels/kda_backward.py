@@ -19,7 +19,7 @@ from .kda_layout import (
     CHUNK,
     Segment,
     Workspace,
-    segment_chunks,
+    head_blocks,
     segments,
     sequence_bounds,
     take_inputs,
@@ -45,40 +45,74 @@ def kda_chunk_backward(
     """Gradients of q, k, v, g, beta and the initial state (empty if there was none), each in its input's dtype.
 
     Args:
-        saved: [segments, B * H, K, V], the state before each segment, from the forward.
+        saved: [segments, B, H, K, V], the state before each segment, from the forward.
         d_out: [B, T, H, V] or None for zeros.
         d_final: [N, H, K, V] or None for zeros.
     """
     dtype = compute_dtype(q, k, v, g, beta, initial_state)
-    batch, length, heads, width = k.shape
-    depth = v.shape[3]
+    batch, length, heads, _ = k.shape
     bounds = [0, length] if cu_seqlens is None else sequence_bounds(cu_seqlens, length)
-    space = Workspace(dtype, k.device)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)]
-    packed = (-1, batch * heads, width, depth)
-    d_closing = None if d_final is None else d_final.to(dtype).reshape(packed)
-    initial = None if initial_state is None else initial_state.to(dtype).reshape(packed)
-    sequences = batch if cu_seqlens is None else len(bounds) - 1
-    d_initial = saved.new_zeros(sequences, heads, width, depth)
+    plan = list(segments(bounds, k.device))
+    inputs = [q, k, v, g, beta]
+    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    by_sequence = (len(bounds) - 1, batch, *saved.shape[2:])
+    initial = saved.new_zeros(()).expand(by_sequence) if initial_state is None else initial_state.view(by_sequence)
+    d_initial = saved.new_zeros(by_sequence)
     if d_final is not None:
-        d_initial.copy_(d_final)  # what a sequence without tokens gets
-    d_opening = d_initial.view(packed)
-    d_state = saved.new_zeros(batch * heads, width, depth)
-    for index, part in reversed(list(enumerate(segments(bounds, segment_chunks(batch * heads), k.device)))):
-        inputs = take_inputs(part, q, k, v, g, beta, space)
-        replay = _replay(part, inputs, saved[index], initial, leaf, space)
+        d_initial.copy_(d_final.view(by_sequence))
+    space = Workspace(dtype, k.device)
+    for row, head in head_blocks(batch, heads, saved[0, 0, 0].nbytes if len(saved) else 1):
+        _backward_block(
+            plan,
+            [x[row, :, head] for x in inputs],
+            initial[:, row, head],
+            saved[:, row, head],
+            None if d_out is None else d_out[row, :, head],
+            d_initial[:, row, head],
+            [x[row, :, head] for x in grads],
+            scale,
+            leaf,
+            space,
+        )
+    if initial_state is None:
+        d_initial = d_initial.new_empty(0)
+    else:
+        d_initial = d_initial.view(initial_state.shape).to(initial_state.dtype)
+    return grads[0], grads[1], grads[2], grads[3], grads[4], d_initial
+
+
+def _backward_block(
+    plan: list[Segment],
+    inputs: list[Tensor],
+    initial: Tensor,
+    saved: Tensor,
+    d_out: Tensor | None,
+    d_states: Tensor,
+    grads: list[Tensor],
+    scale: float,
+    leaf: int,
+    space: Workspace,
+) -> None:
+    """The backward of some rows and heads; shapes as in the operator, with B and H of the block.
+
+    Args:
+        inputs, grads: q, k, v, g, beta, and their gradients, which are written.
+        initial: [N or 1, B, H, K, V].
+        d_states: [N or 1, B, H, K, V], gradients of the final states, overwritten by those of the initial ones.
+    """
+    batch, _, heads, depth = inputs[2].shape
+    d_state = space("d state", *d_states.shape[1:])
+    for index, part in reversed(list(enumerate(plan))):
+        taken = take_inputs(part, inputs, space)
+        replay = _replay(part, taken, saved[index], initial, leaf, space)
         d_rows = space("d rows", part.chunks, batch, heads, CHUNK // leaf, 2, leaf, depth)
-        d_queries = d_rows[..., 1, :, :]
         if d_out is None:
-            d_queries.zero_()
+            d_rows.zero_()
         else:
             d_out_part = part.take(d_out, space("d out", batch, part.chunks * CHUNK, heads, depth))
-            torch.mul(by_leaf(d_out_part, part.chunks, leaf), scale, out=d_queries)
-        solved, d_after = _state_gradients(part, replay, d_rows, d_closing, d_opening, d_state, space)
-        _input_gradients(part, inputs, replay, d_rows, solved, d_after, grads, space)
-    if initial_state is None:
-        return grads[0], grads[1], grads[2], grads[3], grads[4], saved.new_empty(0)
-    return grads[0], grads[1], grads[2], grads[3], grads[4], d_initial.to(initial_state.dtype)
+            torch.mul(by_leaf(d_out_part, part.chunks, leaf), scale, out=d_rows[..., 1, :, :])
+        loop = _loop_backward(part, replay, d_rows, d_states, d_state, space)
+        _input_gradients(part, taken, replay, d_rows, loop, grads, space)
 
 
 @kda_chunk_backward.register_fake
@@ -109,7 +143,7 @@ class _Replay:
 
 
 def _replay(
-    part: Segment, inputs: tuple[Tensor, ...], state: Tensor, initial: Tensor | None, leaf: int, space: Workspace
+    part: Segment, inputs: list[Tensor], state: Tensor, initial: Tensor, leaf: int, space: Workspace
 ) -> _Replay:
     q, k, v, g, beta = inputs
     chunks, depth = part.chunks, v.shape[3]
@@ -126,8 +160,8 @@ def _replay(
     decay = intra.decay.view(*per_chunk, width, 1)
     before = space("before", *per_chunk, width, depth)
     wanted, written = space("wanted", *per_chunk, CHUNK, depth), space("written", *per_chunk, CHUNK, depth)
-    wanted.view(*by_head(v, chunks).shape).copy_(by_head(v, chunks))
-    before[0] = state
+    wanted.view(by_head(v, chunks).shape).copy_(by_head(v, chunks))
+    before[0].view(state.shape).copy_(state)
     for i in range(chunks):
         wanted[i].baddbmm_(keys[i], before[i], alpha=-1)
         torch.bmm(weighted[i], wanted[i], out=written[i])
@@ -135,74 +169,78 @@ def _replay(
             break
         if part.opens[i + 1] is None:
             torch.mul(before[i], decay[i], out=before[i + 1]).baddbmm_(ends[i], written[i])
-        elif initial is None:
-            before[i + 1].zero_()
         else:
-            before[i + 1].copy_(initial[part.opens[i + 1]])
+            before[i + 1].view(state.shape).copy_(initial[part.opens[i + 1]])
     return _Replay(intra, beta, inverse.view(*per_chunk, CHUNK, CHUNK), before, wanted, written)
 
 
-def _state_gradients(
-    part: Segment,
-    replay: _Replay,
-    d_rows: Tensor,
-    d_closing: Tensor | None,
-    d_opening: Tensor,
-    d_state: Tensor,
-    space: Workspace,
-) -> tuple[Tensor, Tensor]:
-    """Carries the state's gradient `d_state` [B * H, K, V] from a segment's end to its start, in place.
+@dataclass
+class _Loop:
+    """What the loop over chunks gives.
+
+    Attributes:
+        d_solved: [n, B * H, C, V], gradient of the solve's right side beta (v - kg S).
+        d_start: [n, B * H, 2C, K], gradient of the rows decayed from the chunk's start.
+        d_end: [n, B * H, C, K], gradient of the keys decayed to the chunk's end.
+        d_total: [n, B * H, K], sum over V of the state before a chunk times the gradient of the state after it.
+    """
+
+    d_solved: Tensor
+    d_start: Tensor
+    d_end: Tensor
+    d_total: Tensor
+
+
+def _loop_backward(
+    part: Segment, replay: _Replay, d_rows: Tensor, d_states: Tensor, d_state: Tensor, space: Workspace
+) -> _Loop:
+    """Carries the state's gradient `d_state` [B, H, K, V] from a segment's end to its start, in place.
 
     Fills the keys' part of d_rows [n, B, H, m, 2, L, V] (the gradient of what rows read from the state; the queries'
-    part is given) and, where sequences open, d_opening [N, B * H, K, V].
-
-    Returns:
-        Gradient of the solve's right side, X^T dx [n, B * H, C, V]; gradient of the state after each chunk
-        [n, B * H, K, V].
+    part is given) and, where sequences open, d_states. Overwrites `replay.before`.
     """
     intra, before, written = replay.intra, replay.before, replay.written
-    chunks, rows_of_state, width, depth = before.shape
+    chunks, total, width, depth = before.shape
     leaf = d_rows.shape[-2]
     queries = intra.scores[:, :, 1].reshape(-1, CHUNK, CHUNK).transpose(1, 2)
     d_written = space("d written", *written.shape)
     torch.bmm(queries, d_rows[..., 1, :, :].reshape(-1, CHUNK, depth), out=d_written.view(-1, CHUNK, depth))
-    d_solved, d_after = space("d solved", *written.shape), space("d after", *before.shape)
-    beta = -replay.beta.view(*d_rows.shape[:4], leaf, 1)
-    ends = intra.ends.view(chunks, rows_of_state, CHUNK, width)
-    decay = intra.decay.view(chunks, rows_of_state, width, 1)
-    rows = intra.rows.view(chunks, rows_of_state, 2 * CHUNK, width).transpose(2, 3)
+    d_solved, d_end = space("d solved", *written.shape), space("d end", chunks, total, CHUNK, width)
+    d_start, d_total = space("d start", chunks, total, 2 * CHUNK, width), space("d total", chunks, total, width)
+    loop = _Loop(d_solved, d_start, d_end, d_total)
+    minus_beta = -replay.beta.view(*d_rows.shape[:4], leaf, 1)
+    ends = intra.ends.view(chunks, total, CHUNK, width)
+    decay = intra.decay.view(chunks, total, width, 1)
+    rows = intra.rows.view(chunks, total, 2 * CHUNK, width).transpose(2, 3)
     transposed = replay.inverse.transpose(2, 3)
+    d_flat = d_state.view(total, width, depth)
     for i in reversed(range(chunks)):
         if part.closes[i] is not None:
-            if d_closing is None:
-                d_after[i].zero_()
-            else:
-                d_after[i].copy_(d_closing[part.closes[i]])
-        elif i == chunks - 1:
-            d_after[i].copy_(d_state)
-        d_written[i].baddbmm_(ends[i], d_after[i])
+            d_state.copy_(d_states[part.closes[i]])
+        torch.bmm(written[i], d_flat.transpose(1, 2), out=d_end[i])
+        d_written[i].baddbmm_(ends[i], d_flat)
         torch.bmm(transposed[i], d_written[i], out=d_solved[i])
-        torch.mul(d_solved[i].view(*d_rows.shape[1:4], leaf, depth), beta[i], out=d_rows[i][..., 0, :, :])
-        d_before = d_after[i - 1] if i > 0 else d_state
-        torch.mul(d_after[i], decay[i], out=d_before)
-        d_before.baddbmm_(rows[i], d_rows[i].view(rows_of_state, 2 * CHUNK, depth))
+        torch.mul(d_solved[i].view(*d_rows.shape[1:4], leaf, depth), minus_beta[i], out=d_rows[i][..., 0, :, :])
+        d_rows_flat = d_rows[i].view(total, 2 * CHUNK, depth)
+        torch.bmm(d_rows_flat, before[i].transpose(1, 2), out=d_start[i])
+        torch.sum(before[i].mul_(d_flat), -1, out=d_total[i])
+        d_flat.mul_(decay[i]).baddbmm_(rows[i], d_rows_flat)
         if part.opens[i] is not None:
-            d_opening[part.opens[i]].copy_(d_before)
-    return d_solved, d_after
+            d_states[part.opens[i]].copy_(d_state)
+    return loop
 
 
 def _input_gradients(
     part: Segment,
-    inputs: tuple[Tensor, ...],
+    inputs: list[Tensor],
     replay: _Replay,
     d_rows: Tensor,
-    d_solved: Tensor,
-    d_after: Tensor,
+    loop: _Loop,
     grads: list[Tensor],
     space: Workspace,
 ) -> None:
     """Writes a segment's gradients of q, k, v, g and beta into `grads`."""
-    intra, before, written = replay.intra, replay.before, replay.written
+    intra = replay.intra
     chunks, batch, heads, leaves, _, leaf, depth = d_rows.shape
     total, width = intra.decay.shape[:2]
     rooms = [part.room(x) for x in grads]
@@ -210,24 +248,20 @@ def _input_gradients(
     q, k = (by_leaf(x, chunks, leaf) for x in inputs[:2])
     torch.mul(d_rows[..., 0, :, :], -1, out=dv)
 
-    before, d_after = before.view(total, width, depth), d_after.view(total, width, depth)
-    written, wanted = written.view(total, CHUNK, depth), replay.wanted.view(total, CHUNK, depth)
+    written, wanted = replay.written.view(total, CHUNK, depth), replay.wanted.view(total, CHUNK, depth)
     lower = space("lower", total, leaves, leaf, CHUNK).copy_(intra.scores[:, :, 0]).view(total, CHUNK, CHUNK).tril_(-1)
     unweighted = wanted.baddbmm_(lower, written, alpha=-1)  # x / beta, also where beta is zero
-    d_beta = d_solved.view(total, CHUNK, depth).mul_(unweighted).sum(-1)
+    d_beta = loop.d_solved.view(total, CHUNK, depth).mul_(unweighted).sum(-1)
     by_head(rooms[4], chunks).copy_(d_beta.view(chunks, batch, heads, CHUNK))
 
-    d_rows = d_rows.view(total, 2 * CHUNK, depth)
-    d_scores = torch.bmm(d_rows, written.transpose(1, 2), out=space("d scores", total, 2 * CHUNK, CHUNK))
-    d_start = torch.bmm(d_rows, before.transpose(1, 2), out=space("d start", total, 2 * CHUNK, width))
-    d_end = torch.bmm(written, d_after.transpose(1, 2), out=space("d end", total, CHUNK, width))
-    d_total = d_after.mul_(before).sum(-1).mul_(intra.decay.squeeze(-1))
+    d_scores = space("d scores", total, 2 * CHUNK, CHUNK)
+    torch.bmm(d_rows.view(total, 2 * CHUNK, depth), written.transpose(1, 2), out=d_scores)
     d_scores = d_scores.view(total, leaves, 2, leaf, CHUNK)
-    later, earlier, to_end = _key_gradients(intra, d_scores, d_start, space)
+    later, earlier, to_end = _key_gradients(intra, d_scores, loop.d_start.view(total, 2 * CHUNK, width), space)
 
     shape = (chunks, batch, heads, leaves, leaf, width)
     later_k, later_q = later.view(*shape[:4], 2, leaf, width).unbind(4)
-    earlier, to_end, d_end = earlier.view(shape), to_end.view(shape), d_end.view(shape)
+    earlier, to_end, d_end = earlier.view(shape), to_end.view(shape), loop.d_end.view(shape)
     diagonal = leaf_scores(d_scores)[:, 1].diagonal(dim1=1, dim2=2).reshape(*shape[:-1], 1)
     # [dG inside the chunk; what keys decayed to the chunk's end owe each later g]. Kept apart, and without the
     # diagonal scores, because large parts would cancel in the sum over the rest of the chunk.
@@ -237,6 +271,7 @@ def _input_gradients(
     ones = d_sums.new_ones(CHUNK, CHUNK)
     collect = torch.cat([ones.triu(), ones.tril(-1)], dim=1).expand(total, -1, -1)
     d_log = torch.bmm(collect, d_sums.view(total, 2 * CHUNK, width), out=space("d log", total, CHUNK, width))
+    d_total = loop.d_total.view(total, width).mul_(intra.decay.squeeze(-1))
     torch.add(d_log.view(shape), d_total.view(*shape[:3], 1, 1, width), out=dg)
     torch.addcmul(later_q, diagonal, k, out=dq)
     torch.addcmul(later_k.add_(earlier).addcmul_(d_end, to_end), diagonal, q, out=dk)

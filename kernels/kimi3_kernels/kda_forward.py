@@ -16,9 +16,10 @@ from .kda_backward import kda_chunk_backward
 from .kda_intra import by_head, by_leaf, intra_chunk, leaf_size, solve
 from .kda_layout import (
     CHUNK,
+    Segment,
     Workspace,
     check_inputs,
-    segment_chunks,
+    head_blocks,
     segment_limit,
     segments,
     sequence_bounds,
@@ -84,49 +85,72 @@ def _kda_chunk(
     leaf: int,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o, final state, and (if `save`) the state before each segment, [segments, B * H, K, V]."""
+    """o, final state, and (if `save`) the state before each segment, [segments, B, H, K, V]."""
     dtype = compute_dtype(q, k, v, g, beta, initial_state)
-    batch, length, heads, width = k.shape
-    depth, leaves = v.shape[3], CHUNK // leaf
-    bounds = [0, length] if cu_seqlens is None else sequence_bounds(cu_seqlens, length)
+    batch, length, heads, _ = k.shape
+    plan = list(segments([0, length] if cu_seqlens is None else sequence_bounds(cu_seqlens, length), k.device))
     out, final, saved = _outputs(k, v, initial_state, cu_seqlens, dtype, save)
     if initial_state is None:
         final.zero_()
     else:
         final.copy_(initial_state)
-    states = final.view(-1, batch * heads, width, depth)
-    state = torch.empty_like(states[0])
-    reads = state.new_empty(batch * heads, 2 * CHUNK, depth)
-    writes = torch.empty_like(reads)
-    key_reads, query_reads = reads.view(batch, heads, leaves, 2, leaf, depth).unbind(3)
-    written, within = writes[:, :CHUNK], writes[:, CHUNK:].view(batch, heads, leaves, leaf, depth)
-    wanted = torch.empty(key_reads.shape, dtype=dtype, device=k.device)
-
     space = Workspace(dtype, k.device)
-    for index, part in enumerate(segments(bounds, segment_chunks(batch * heads), k.device)):
-        q_part, k_part, v_part, g_part, beta_part = take_inputs(part, q, k, v, g, beta, space)
-        intra = intra_chunk(q_part, k_part, g_part, leaf, space, keep=False)
-        rows = intra.rows.unflatten(0, (part.chunks, -1))
-        ends = intra.ends.unflatten(0, (part.chunks, -1)).transpose(2, 3)
-        decay = intra.decay.unflatten(0, (part.chunks, -1))
-        mix = _mix(intra.scores, by_head(beta_part, part.chunks), scale, space)
-        values = by_leaf(v_part, part.chunks, leaf)
+    states = final.unflatten(0, (-1, batch))
+    for row, head in head_blocks(batch, heads, final[0, 0].nbytes):
+        inputs = [x[row, :, head] for x in (q, k, v, g, beta)]
+        _forward_block(plan, inputs, out[row, :, head], states[:, row, head], saved[:, row, head], scale, leaf, space)
+    return out, final, saved
+
+
+def _forward_block(
+    plan: list[Segment],
+    inputs: list[Tensor],
+    out: Tensor,
+    states: Tensor,
+    saved: Tensor,
+    scale: float,
+    leaf: int,
+    space: Workspace,
+) -> None:
+    """The forward of some rows and heads.
+
+    Args:
+        inputs: q, k, v, g, beta.
+        out: [B, T, H, V], written.
+        states: [N or 1, B, H, K, V], initial states, overwritten by the final ones.
+        saved: [segments or 0, B, H, K, V], written unless it is empty.
+    """
+    batch, _, heads, depth = out.shape
+    width, total = states.shape[3], batch * heads
+    state = space("state", total, width, depth)
+    reads, writes = space("reads", total, 2 * CHUNK, depth), space("writes", total, 2 * CHUNK, depth)
+    per_token = (batch, heads, CHUNK // leaf, leaf, depth)
+    key_reads, query_reads = reads.view(*per_token[:3], 2, leaf, depth).unbind(3)
+    wanted = space("wanted", *per_token)
+    written, within = writes[:, :CHUNK], writes[:, CHUNK:].view(per_token)
+    for index, part in enumerate(plan):
+        q, k, v, g, beta = take_inputs(part, inputs, space)
+        intra = intra_chunk(q, k, g, leaf, space, keep=False)
+        rows = intra.rows.unflatten(0, (part.chunks, total))
+        ends = intra.ends.unflatten(0, (part.chunks, total)).transpose(2, 3)
+        decay = intra.decay.unflatten(0, (part.chunks, total))
+        mix = _mix(intra.scores, by_head(beta, part.chunks), scale, space)
+        values = by_leaf(v, part.chunks, leaf)
         room = part.room(out)
         outputs = by_leaf(room, part.chunks, leaf)
         for i in range(part.chunks):
             if part.opens[i] is not None:
-                state.copy_(states[part.opens[i]])
-            if i == 0 and save:
-                saved[index].copy_(state)
+                state.view(states.shape[1:]).copy_(states[part.opens[i]])
+            if i == 0 and len(saved):
+                saved[index].copy_(state.view(states.shape[1:]))
             torch.bmm(rows[i], state, out=reads)
             torch.sub(values[i], key_reads, out=wanted)
-            torch.bmm(mix[i], wanted.view(-1, CHUNK, depth), out=writes)
+            torch.bmm(mix[i], wanted.view(total, CHUNK, depth), out=writes)
             torch.add(within, query_reads, alpha=scale, out=outputs[i])
             state.mul_(decay[i]).baddbmm_(ends[i], written)
             if part.closes[i] is not None:
-                states[part.closes[i]].copy_(state)
+                states[part.closes[i]].copy_(state.view(states.shape[1:]))
         part.give(out, room)
-    return out, final, saved
 
 
 def _mix(scores: Tensor, beta: Tensor, scale: float, space: Workspace) -> Tensor:
@@ -152,8 +176,8 @@ def _outputs(
     sequences = batch if cu_seqlens is None else packed
     out = v.new_empty(v.shape)
     final = k.new_empty(sequences, heads, width, v.shape[3], dtype=dtype)
-    count = segment_limit(length, packed, batch * heads) if save else 0
-    return out, final, k.new_empty(count, batch * heads, width, v.shape[3], dtype=dtype)
+    count = segment_limit(length, packed) if save else 0
+    return out, final, k.new_empty(count, batch, heads, width, v.shape[3], dtype=dtype)
 
 
 @_kda_chunk.register_fake

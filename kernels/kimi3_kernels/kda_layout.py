@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 CHUNK = 32
+SEGMENT = 8  # chunks: their temporaries fit the last-level cache
+STATE_CACHE = 2**19  # bytes of states per thread that are worked on at once: half of a core's cache
+MOST_STATES = 32
 
 
 def check_inputs(
@@ -94,15 +97,15 @@ class Segment:
             x.index_copy_(1, self.tokens, room.index_select(1, self.slots))
 
 
-def segments(bounds: list[int], chunks_per_segment: int, device: torch.device) -> Iterator[Segment]:
+def segments(bounds: list[int], device: torch.device) -> Iterator[Segment]:
     """Cuts sequences [bounds[i], bounds[i + 1]) into chunks that hold tokens of one sequence, and groups these."""
     pieces = [
         (start, min(start + CHUNK, stop), n if start == first else None, n if start + CHUNK >= stop else None)
         for n, (first, stop) in enumerate(itertools.pairwise(bounds))
         for start in range(first, stop, CHUNK)
     ]
-    for first in range(0, len(pieces), chunks_per_segment):
-        starts, stops, opens, closes = zip(*pieces[first : first + chunks_per_segment])
+    for first in range(0, len(pieces), SEGMENT):
+        starts, stops, opens, closes = zip(*pieces[first : first + SEGMENT])
         slots = tokens = None
         if any(stop - start < CHUNK for start, stop in zip(starts, stops)):
             spans = [torch.arange(start, stop, device=device) for start, stop in zip(starts, stops)]
@@ -129,22 +132,25 @@ class Workspace:
         return self._buffers[name][:size].view(shape)
 
 
-def take_inputs(
-    part: Segment, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, space: Workspace
-) -> tuple[Tensor, ...]:
-    """A segment's q, k, v, g and beta, each [B, n * C, ...] in `space`, and in its dtype."""
-    return tuple(
-        part.take(x, space(name, x.shape[0], part.chunks * CHUNK, *x.shape[2:]))
-        for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta))
-    )
+def take_inputs(part: Segment, inputs: list[Tensor], space: Workspace) -> list[Tensor]:
+    """A segment's part of q, k, v, g and beta, each [B, n * C, ...] in `space`, and in its dtype."""
+    return [
+        part.take(x, space(f"input {i}", x.shape[0], part.chunks * CHUNK, *x.shape[2:])) for i, x in enumerate(inputs)
+    ]
 
 
-def segment_chunks(rows: int) -> int:
-    """Chunks per segment for `rows` = B * H parallel states: about 1024 token rows keep a segment in cache."""
-    return torch.sym_max(1, torch.sym_min(16, 32 // torch.sym_max(1, rows)))
-
-
-def segment_limit(length: int, sequences: int, rows: int) -> int:
+def segment_limit(length: int, sequences: int) -> int:
     """An upper bound of the number of segments, from sizes alone (`sequences` = 1 unless they are packed)."""
-    chunks = segment_chunks(rows)
-    return (length // CHUNK + sequences + chunks - 1) // chunks
+    return (length // CHUNK + sequences + SEGMENT - 1) // SEGMENT
+
+
+def head_blocks(batch: int, heads: int, state_bytes: int) -> Iterator[tuple[slice, slice]]:
+    """Blocks of rows and heads, which are independent, whose states stay in a core's cache through the chunks.
+
+    One block per core and pass: the products of a block are what the threads share.
+    """
+    count = max(1, min(STATE_CACHE // state_bytes, MOST_STATES)) * torch.get_num_threads()
+    row_step, head_step = max(1, count // heads), math.ceil(heads / math.ceil(heads / count))
+    for row in range(0, batch, row_step):
+        for head in range(0, heads, head_step):
+            yield slice(row, row + row_step), slice(head, head + head_step)
