@@ -138,15 +138,15 @@ class Builder:
             self.overhead += encoder.total(self.frame.pieces(Draft(["x"], [], "y", [])))
         probe = Spec(task, length, 0.5 if recipe.has_depth else None, -1, 0)
         try:
-            pieces = self._draft(probe, 0)[1]
+            draft, pieces = self._draft(probe, 0)
         except NoRoom as lack:
             self.limit += lack.missing
-            pieces = self._draft(probe, 0)[1]
+            draft, pieces = self._draft(probe, 0)
         prompt = "".join(pieces)
         special = self.frame.special(prompt)
         whole = encoder.whole(prompt, special)
         self.additive = bool(np.array_equal(self._joined(pieces, special), whole))
-        self.slack = 0 if self.additive else len(whole) - self.limit + MARGIN
+        self.slack = 0 if self.additive else len(whole) + (draft.budget or 0) - self.limit + MARGIN
         self.limit = length - recipe.budget
 
     def document(self, spec: Spec) -> dict:
@@ -164,9 +164,9 @@ class Builder:
             if self.additive:
                 return self._finish(spec, draft, prompt, self._joined(pieces, special), starts, special)
             ids = self.encoder.whole(prompt, special)
-            if len(ids) <= self.limit:
+            if len(ids) + (draft.budget or 0) <= self.limit:
                 return self._finish(spec, draft, prompt, ids, starts * len(ids) // max(int(starts[-1]), 1), special)
-            slack += len(ids) - self.limit
+            slack += len(ids) + (draft.budget or 0) - self.limit
 
     def _joined(self, pieces: list[str], special: bool) -> np.ndarray:
         """Ids of the pieces one after another, with the tokenizer's own special tokens where they belong."""
@@ -181,6 +181,7 @@ class Builder:
         self, spec: Spec, draft: Draft, prompt: str, ids: np.ndarray, starts: np.ndarray, special: bool
     ) -> dict:
         _memory.keep(prompt, ids)
+        budget = self.recipe.budget if draft.budget is None else draft.budget
         before = (len(self.encoder.prefix) if special else 0, 1 if self.frame.chat else 0)
         positions = [None if mark is None else int(starts[mark + before[1]]) + before[0] for mark in draft.marks]
         return {
@@ -190,9 +191,9 @@ class Builder:
             "gen_prefix": draft.gen_prefix,
             "outputs": draft.outputs,
             "max_length": spec.length,
-            "length": len(ids) + self.recipe.budget,
+            "length": len(ids) + budget,
             "prompt_tokens": len(ids),
-            "budget": self.recipe.budget,
+            "budget": budget,
             "max_id": int(ids.max()),
             "depth": spec.depth,
             "positions": positions,

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from .stats import summary
-from .tasks import found
+from .tasks import hits
 
 
 def needle_depths(sample: dict) -> list[tuple[float, float]]:
@@ -13,9 +13,9 @@ def needle_depths(sample: dict) -> list[tuple[float, float]]:
     where it landed.
     """
     doc = sample["doc"]
-    hits = found(sample["filtered_resps"][0], doc["outputs"])
-    depths = [doc["depth"]] * len(hits) if doc["depth"] is not None else doc["depths"]
-    return [(depth, float(hit)) for depth, hit in zip(depths, hits) if depth is not None]
+    right = hits(doc, sample["filtered_resps"][0])
+    depths = [doc["depth"]] * len(right) if doc["depth"] is not None else doc["depths"]
+    return [(depth, float(hit)) for depth, hit in zip(depths, right) if depth is not None]
 
 
 def _nearest(depth: float, grid: list[float]) -> float:

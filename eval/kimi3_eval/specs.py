@@ -49,6 +49,7 @@ class Draft:
         gen_prefix: The start of the answer that the prompt ends with.
         marks: For each output, the index of the piece that holds it, or None where it stands in no single place.
         extra: Further fields of the document, the same for all samples of a task.
+        budget: Answer tokens of this sample, where they differ from the task's and are part of the room.
     """
 
     pieces: list[str]
@@ -56,3 +57,4 @@ class Draft:
     gen_prefix: str
     marks: list[int | None]
     extra: dict = field(default_factory=dict)
+    budget: int | None = None

@@ -151,6 +151,21 @@ class Oracle(LM):
         if prompt.endswith("appeared words are:"):
             text = seen.split("coded words. ", 1)[1].split("\nQuestion")[0]
             return ", ".join(word for word, _ in Counter(text.split()).most_common(4) if word != "...")
+        if prompt.endswith(" order:"):
+            words = seen.split(" order.\n")[1].split("\n")[0].split()
+            return " ".join(words[::-1] if "reverse" in prompt else words)
+        if prompt.endswith("The word on top is"):
+            held: list[str] = []
+            for line in re.findall(r"push \w+|pop(?=\n)", seen):
+                if line == "pop":
+                    held.pop()
+                else:
+                    held.append(line.removeprefix("push "))
+            return held[-1]
+        asked = re.search(r"The values of (.+) are$", prompt)
+        if asked:
+            keys = re.split(r", and |, ", asked[1])
+            return ", ".join(v for k in keys for v in re.findall(rf"^{re.escape(k)}: (\d+)$", seen, re.M))
         query = re.search(r"The special magic \w+ for (.+) mentioned in the provided text (?:is|are)$", prompt)
         assert query is not None
         keys = re.split(r", and |, ", query[1])

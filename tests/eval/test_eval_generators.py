@@ -16,7 +16,15 @@ from kimi3_eval.tokens import encoder
 KINDS = ["byte", "bpe", "bpe-bos", "metaspace"]
 NIAH = [task for task in TASKS if task.startswith("niah_")]
 
-UNITS = {"niah_single_1": "noise", "niah_multikey_2": "line", "niah_multikey_3": "line", "vt": "noise", "fwe": "step"}
+UNITS = {
+    "niah_single_1": "noise",
+    "niah_multikey_2": "line",
+    "niah_multikey_3": "line",
+    "vt": "noise",
+    "fwe": "step",
+    "mqar": "step",
+    "stack": "step",
+}
 
 
 def prompt_of(doc: dict) -> str:
@@ -130,9 +138,9 @@ def test_more_depths_leave_the_others_as_they_are(task: str, tokenizer_dir) -> N
 def test_too_short_is_refused_with_the_length_that_does(task: str, tokenizer_dir) -> None:
     name = tokenizer_dir("bpe")
     with pytest.raises(Refusal, match="answer tokens need") as refusal:
-        documents(task, [200], [0.5], 2, 0, name)
+        documents(task, [40], [0.5], 2, 0, name)
     enough = int(str(refusal.value).split("need ")[1].split(";")[0])
-    assert 200 < enough < 1200
+    assert 40 < enough < 1200
     assert len(documents(task, [enough], [0.5], 2, 0, name)) == 2
 
 

@@ -13,6 +13,8 @@ import datasets
 from ..build import Recipe, cell
 from .aggregation import AGGREGATION
 from .niah import NIAH
+from .sequences import sequences
+from .synthetic import SYNTHETIC
 
 TASK_DIR = Path(__file__).parent
 PREFIX = "kimi3_"
@@ -20,7 +22,7 @@ DEFAULT_LENGTHS = (4096,)
 DEFAULT_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DEFAULT_SAMPLES = 20
 
-TASKS: dict[str, Recipe] = {**NIAH, **AGGREGATION}
+TASKS: dict[str, Recipe] = {**NIAH, **AGGREGATION, **SYNTHETIC}
 
 
 def documents(
@@ -77,7 +79,18 @@ def found(answer: str, references: Sequence[str]) -> list[bool]:
     return [reference.lower() in text for reference in references]
 
 
+def hits(doc: dict, answer: str) -> list[bool]:
+    """Which references an answer gives: anywhere in it, or in their order where the document asks for that."""
+    if doc.get("ordered"):
+        words = answer.split()
+        return [i < len(words) and words[i].lower() == ref.lower() for i, ref in enumerate(doc["outputs"])]
+    return found(answer, doc["outputs"])
+
+
 def score(doc: dict, results: Sequence[str]) -> dict[str, float]:
-    """Share of the references that the answer contains."""
-    hits = found(results[0], doc["outputs"])
-    return {"score": sum(hits) / len(hits)}
+    """Share of the references that the answer gives."""
+    right = hits(doc, results[0])
+    return {"score": sum(right) / len(right)}
+
+
+__all__ = ["TASKS", "TASK_DIR", "dataset", "documents", "found", "hits", "score", "sequences"]

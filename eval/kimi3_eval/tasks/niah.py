@@ -78,7 +78,7 @@ class Niah:
         keys = distinct(self.key, self.keys, rng, taken)
         values = [distinct(self.value, self.values, rng, taken) for _ in keys]
         asked = sorted(rng.sample(range(self.keys), self.queries))
-        query = _listing([keys[i] for i in asked])
+        query = listing([keys[i] for i in asked])
         kind = self.value[:-1] if one else self.value
         head = (HEAD_ONE if one else HEAD).format(kind=kind)
         question = (QUESTION_ONE if one else QUESTION).format(kind=kind, query=query)
@@ -191,7 +191,8 @@ def insert(units: Sequence[str], needles: Sequence[str], slots: Sequence[int]) -
     return body, marks
 
 
-def _listing(names: list[str]) -> str:
+def listing(names: list[str]) -> str:
+    """Names joined as RULER writes them: `a`, `a, and b`, `a, b, and c`."""
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + ", and " + names[-1]
 
 
