@@ -36,19 +36,20 @@ class Prose:
     sentences: tuple[str, ...]
     fingerprint: str
 
-    def fill(self, room: int, encoder: Encoder) -> tuple[list[str], int]:
-        """Takes sentences from the start until `room` tokens are full; the last one is cut at a word.
+    def fill(self, room: int, encoder: Encoder, start: int = 0) -> tuple[list[str], int]:
+        """Takes sentences in order until `room` tokens are full; the last one is cut at a word.
 
         Args:
             room: Tokens to fill.
             encoder: Counts tokens.
+            start: Sentence to begin with.
 
         Returns:
             The sentences, each to be written with a leading space, and how often the text was started.
         """
         taken: list[str] = []
-        for start in count(0, 64):
-            block = [self.sentences[i % len(self.sentences)] for i in range(start, start + 64)]
+        for first in count(start, 64):
+            block = [self.sentences[i % len(self.sentences)] for i in range(first, first + 64)]
             for sentence, tokens in zip(block, encoder.count([" " + s for s in block])):
                 if tokens > room:
                     cut = self._cut(sentence, room, encoder)

@@ -30,9 +30,11 @@ from transformers import (
 
 from .build import remembered_ids
 from .holdback import Column, Holding, hold_back
+from .tasks.loss import buckets
 from .tokens import Encoder, load_tokenizer
 
 CONTEXT_KEYS = ("n_positions", "max_position_embeddings", "n_ctx", "model_max_length")
+LOSS_CHUNK = 1024
 NO_LIMIT = 2**31 - 1
 
 
@@ -142,6 +144,40 @@ class Kimi3LM(HFLM):
                     bar.update(len(ids))
         bar.close()
         return answers  # type: ignore[return-value]
+
+    def token_losses(self, requests: list[Instance]) -> list[list[list[float]]]:
+        """Loss of each text by position.
+
+        Returns:
+            For each request the sum of the losses in nats and their count, for each of `loss.buckets`. Position is the
+            index of the token that is predicted.
+        """
+        found = []
+        bar = tqdm(requests, desc="losses", unit="text", disable=self.rank != 0, delay=0.5)
+        for request in bar:
+            losses = self._losses(self.prompt_ids(request.args[0]))
+            sums = [losses[start - 1 : end - 1] for start, end in buckets(len(losses) + 1)]
+            answer = [[float(part.sum()), float(len(part))] for part in sums]
+            self.cache_hook.add_partial("token_losses", request.args, answer)
+            found.append(answer)
+        return found
+
+    @torch.inference_mode()
+    def _losses(self, prompt: np.ndarray) -> torch.Tensor:
+        """Loss in nats of every token but the first, float64 `[T - 1]`, computed in chunks through the cache."""
+        if len(prompt) > self.max_length:
+            raise ValueError(f"text of {len(prompt)} tokens exceeds the model's context of {self.max_length}")
+        ids = torch.from_numpy(prompt.astype(np.int64)).to(self.device)
+        size = self._holding.chunk or self.prefill_chunk_size or LOSS_CHUNK
+        self._holding.new_sequence()
+        cache, losses = None, []
+        for start in range(0, len(ids) - 1, size):
+            end = min(start + size, len(ids) - 1)
+            out = self.model(input_ids=ids[None, start:end], use_cache=True, cache=cache)
+            cache = out.cache
+            targets = ids[start + 1 : end + 1]
+            losses.append(torch.nn.functional.cross_entropy(out.logits[0].float(), targets, reduction="none"))
+        return torch.cat(losses).double().cpu()
 
     def _answer(self, prompts: Sequence[np.ndarray], kwargs: dict) -> list[str]:
         """Generates for one batch with one set of generation arguments."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from .stats import summary
 from .tasks import hits
+from .tasks.loss import buckets
 
 
 def needle_depths(sample: dict) -> list[tuple[float, float]]:
@@ -55,6 +56,35 @@ def task_results(samples: Iterable[dict], lengths: list[int], depths: list[float
     }
 
 
+def loss_results(samples: Iterable[dict], lengths: list[int]) -> dict:
+    """Results of the loss task.
+
+    Returns:
+        For each length the mean loss in nats, the count of texts, and `by_position`: mean loss of the tokens from
+        position `start` up to `end`.
+    """
+    rows = list(samples)
+    by_length = []
+    for length in lengths:
+        texts = [row for row in rows if row["doc"]["max_length"] == length]
+        parts = [row["filtered_resps"][0] for row in texts]
+        spans = buckets(max(row["doc"]["prompt_tokens"] for row in texts))
+        sums = [[sum(part[i][k] for part in parts if i < len(part)) for k in (0, 1)] for i in range(len(spans))]
+        by_length.append(
+            {
+                "length": length,
+                "n": len(texts),
+                "loss": sum(total for total, _ in sums) / sum(count for _, count in sums),
+                "by_position": [
+                    {"start": start, "end": end, "loss": total / count}
+                    for (start, end), (total, count) in zip(spans, sums)
+                    if count
+                ],
+            }
+        )
+    return {"by_length": by_length}
+
+
 def table(results: dict) -> str:
     """Recall by task and length as a plain table."""
     columns = results["columns"]
@@ -68,6 +98,9 @@ def table(results: dict) -> str:
             cells = {cell["length"]: cell for cell in row["by_length"]}
             text = "".join(_cell(cells[n]) for n in lengths)
             lines.append(f"{task:<20}" + text)
+        for row in column.get("loss", {}).get("by_length", []):
+            spans = "  ".join(f"{part['start']}-{part['end'] - 1}: {part['loss']:.3f}" for part in row["by_position"])
+            lines.append(f"loss in nats at {row['length']}: {row['loss']:.3f}   by position  {spans}")
         for task, metrics in column.get("lm_eval_tasks", {}).items():
             lines.append(f"{task:<20}  " + ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
     return "\n".join(lines)

@@ -22,9 +22,10 @@ from .errors import Refusal
 from .haystack import prose
 from .holdback import FULL
 from .plan import Plan
-from .results import task_results
+from .results import loss_results, task_results
 from .store import AnswerStore, ResumableLM, model_fingerprint
 from .tasks import PREFIX, TASK_DIR
+from .tasks.loss import LOSS
 from .tokens import encoder
 
 SCHEMA = 1
@@ -142,9 +143,11 @@ def _column_results(plan: Plan, column: str, evaluated: dict, output: Path) -> d
         rows.sort(key=lambda row: row["doc_id"])
         lines = (json.dumps(row, default=handle_non_serializable, ensure_ascii=False) for row in rows)
         write_text(output / f"samples_{name}{suffix}.jsonl", "".join(line + "\n" for line in lines))
-    own = {task: task_results(samples[PREFIX + task], list(plan.lengths), list(plan.depths)) for task in plan.tasks}
+    lengths, depths = list(plan.lengths), list(plan.depths)
+    own = {task: task_results(samples[PREFIX + task], lengths, depths) for task in plan.tasks if task not in LOSS}
+    loss = {"loss": loss_results(samples[PREFIX + "loss"], lengths)} if "loss" in plan.tasks else {}
     others = {name: _numbers(evaluated["results"].get(name, {})) for name in plan.foreign}
-    return {"tasks": own, "lm_eval_tasks": others}
+    return {"tasks": own, "lm_eval_tasks": others, **loss}
 
 
 def _numbers(metrics: dict) -> dict[str, float]:

@@ -141,6 +141,10 @@ class ResumableLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         return self._through_store("loglikelihood_rolling", requests)
 
+    def token_losses(self, requests: list[Instance]) -> list[list[list[float]]]:
+        """This package's own kind of request, see `model.Kimi3LM.token_losses`."""
+        return self._through_store("token_losses", requests)
+
     def _through_store(self, method: str, requests: list[Instance]) -> list[Any]:
         keys: list[str | None] = []
         waiting: dict[str, Instance] = {}

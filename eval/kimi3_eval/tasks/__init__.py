@@ -12,6 +12,7 @@ import datasets
 
 from ..build import Recipe, cell
 from .aggregation import AGGREGATION
+from .loss import LOSS
 from .niah import NIAH
 from .sequences import sequences
 from .synthetic import SYNTHETIC
@@ -22,7 +23,7 @@ DEFAULT_LENGTHS = (4096,)
 DEFAULT_DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DEFAULT_SAMPLES = 20
 
-TASKS: dict[str, Recipe] = {**NIAH, **AGGREGATION, **SYNTHETIC}
+TASKS: dict[str, Recipe] = {**NIAH, **AGGREGATION, **SYNTHETIC, **LOSS}
 
 
 def documents(
@@ -93,4 +94,10 @@ def score(doc: dict, results: Sequence[str]) -> dict[str, float]:
     return {"score": sum(right) / len(right)}
 
 
-__all__ = ["TASKS", "TASK_DIR", "dataset", "documents", "found", "hits", "score", "sequences"]
+def loss_score(doc: dict, results: Sequence[list[list[float]]]) -> dict[str, float]:
+    """Mean loss of a text's tokens, from the sum and count of each bucket."""
+    total, count = (sum(column) for column in zip(*results[0]))
+    return {"loss": total / count}
+
+
+__all__ = ["TASKS", "TASK_DIR", "dataset", "documents", "found", "hits", "loss_score", "score", "sequences"]
