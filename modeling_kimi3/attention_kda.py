@@ -6,6 +6,7 @@ Shapes: B batch, T time, D hidden size, H heads, K key dim, V value dim (equal t
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, LinearAttentionLayer
+from transformers.utils.generic import is_tracing
 
 from kimi3_kernels import gated_rms_norm, kda_chunk, kda_gate, kda_step, l2norm, short_conv, short_conv_step
 
@@ -14,6 +15,12 @@ from .configuration_kimi3 import KimiK3Config
 from .precision import KeepPrecision, upcast
 from .rollback import Checkpoint, KdaWrites, convolution_tail
 from .sequence_layout import PackedLayout, PaddedLayout, SequenceLayout
+
+# Without gradients, longer inputs go through in pieces: what a layer holds at once then does not grow with the input.
+_SEGMENT = 1024
+
+# Projected queries, keys and values `[B, T, H*K]`, before their convolutions.
+Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KimiK3ShortConvolution(KeepPrecision):
@@ -98,56 +105,69 @@ class KimiDeltaAttention(KeepPrecision):
         Returns:
             `[B, T, D]`, zeros at padding.
         """
-        packed = isinstance(layout, PackedLayout)
-        if packed and cache is not None:
-            raise ValueError(
-                "cache must be None for packed sequences: it holds one state per row, and a packed row has several "
-                "sequences. Pass use_cache=False, or one sequence per row."
-            )
-        x = layout.gather(hidden_states) if packed else hidden_states
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        if isinstance(layout, PackedLayout):
+            if cache is not None:
+                raise ValueError(
+                    "cache must be None for packed sequences: it holds one state per row, and a packed row has several "
+                    "sequences. Pass use_cache=False, or one sequence per row."
+                )
+            return layout.scatter(self._mix(layout.gather(hidden_states), layout, None))
+
+        layer = None if cache is None else cache.layers[self.layer_idx]
+        time = hidden_states.shape[1]
+        if time <= _SEGMENT or torch.is_grad_enabled() or is_tracing(hidden_states):
+            return self._mix(hidden_states, layout, layer)
+        if layer is None:
+            layer = KimiDeltaLayer()
+        output = torch.empty_like(hidden_states)
+        for start in range(0, time, _SEGMENT):
+            part = slice(start, start + _SEGMENT)
+            part_layout = None if layout is None else PaddedLayout.from_mask(layout.mask[:, part])
+            output[:, part] = self._mix(hidden_states[:, part], part_layout, layer)
+        return output
+
+    def _mix(self, x: torch.Tensor, layout: SequenceLayout | None, layer: LinearAttentionLayer | None) -> torch.Tensor:
+        """The mixer on `x [B, T, D]`, moving `layer` on where there is one."""
+        qkv = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         g = kda_gate(self._heads(self.f_b_proj(self.f_a_proj(x))), self.A_log, self.dt_bias, self.lower_bound)
         beta = upcast(self.b_proj(x)).sigmoid()
         if isinstance(layout, PaddedLayout):
             g, beta = layout.silence(g), layout.silence(beta)
-
-        if cache is None:
+        if layer is None:
             o, _, _ = self._scan(qkv, g, beta, layout)
         else:
-            o = self._advance(qkv, g, beta, layout, cache)
-
-        output = self.o_proj(self.o_norm(o, self._heads(self.output_gate(x))).flatten(-2))
-        return layout.scatter(output) if packed else output
+            o = self._advance(qkv, g, beta, layout, layer)
+        return self.o_proj(self.o_norm(o, self._heads(self.output_gate(x))).flatten(-2))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim))
 
-    def _taps(self) -> torch.Tensor:
-        """The three convolutions' taps as one depthwise convolution, `[3*H*K, 1, W]`."""
-        return torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
-
-    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Convolved `[..., 3*H*K]` to normalised q and k (float32) and v, each `[..., H, K]`."""
-        q, k, v = (self._heads(part) for part in qkv.chunk(3, dim=-1))
-        return l2norm(q), l2norm(k), v
+    def _taps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight
 
     def _advance(
-        self, qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, layout: PaddedLayout | None, cache: Cache
+        self,
+        qkv: Projections,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        layout: SequenceLayout | None,
+        layer: LinearAttentionLayer,
     ) -> torch.Tensor:
-        """Outputs `[B, T, H, V]`; moves the cache's tail and state on by these tokens."""
-        tail, state = cache.get_conv_state(self.layer_idx), cache.get_recurrent_state(self.layer_idx)
-        layer = cache.layers[self.layer_idx]
+        """Outputs `[B, T, H, V]`; moves the layer's tail and state on by these tokens."""
+        tail, state = layer.conv_states[0], layer.recurrent_states[0]
+        if not layer.has_previous_state[0]:
+            tail, state = None, None
         # The in-place step has no backward, and nothing to update before the first token.
-        if qkv.shape[1] == 1 and layout is None and state is not None and not torch.is_grad_enabled():
+        if beta.shape[1] == 1 and layout is None and state is not None and not torch.is_grad_enabled():
             return self._step(qkv, g, beta, tail, state, layer)
         o, tail, state = self._scan(qkv, g, beta, layout, tail, state, layer)
-        cache.update_conv_state(tail, self.layer_idx, conv_kernel_size=tail.shape[-1])
-        cache.update_recurrent_state(state, self.layer_idx)
+        layer.update_conv_state(tail, conv_kernel_size=tail.shape[-1])
+        layer.update_recurrent_state(state)
         return o
 
     def _step(
         self,
-        qkv: torch.Tensor,
+        qkv: Projections,
         g: torch.Tensor,
         beta: torch.Tensor,
         tail: torch.Tensor,
@@ -156,16 +176,18 @@ class KimiDeltaAttention(KeepPrecision):
     ) -> torch.Tensor:
         """One token per row, tail and state updated where they lie. Returns `[B, 1, H, V]`."""
         recording = isinstance(layer, KimiDeltaLayer) and layer.begin(1, tail.shape[-1]) is not None
-        mixed = short_conv_step(qkv.squeeze(1), self._taps(), tail)
-        q, k, v = self._split(mixed)
+        joined = torch.cat(qkv, dim=-1)
+        mixed = short_conv_step(joined.squeeze(1), torch.cat(self._taps()), tail)
+        q, k, v = (self._heads(part) for part in mixed.chunk(3, dim=-1))
+        q, k = l2norm(q), l2norm(k)
         if recording:
-            mask = torch.ones(qkv.shape[:2], dtype=torch.bool, device=qkv.device)
-            layer.window.record(KdaWrites(qkv, k.unsqueeze(1), v.unsqueeze(1), g, beta, mask))
+            mask = torch.ones(beta.shape[:2], dtype=torch.bool, device=beta.device)
+            layer.window.record(KdaWrites(joined, k.unsqueeze(1), v.unsqueeze(1), g, beta, mask))
         return kda_step(q, k, v, g.squeeze(1), beta.squeeze(1), state).unsqueeze(1)
 
     def _scan(
         self,
-        qkv: torch.Tensor,
+        qkv: Projections,
         g: torch.Tensor,
         beta: torch.Tensor,
         layout: SequenceLayout | None,
@@ -174,34 +196,43 @@ class KimiDeltaAttention(KeepPrecision):
         layer: LinearAttentionLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Many tokens: outputs `[B, T, H, V]`, the convolutions' new tail `[B, 3*H*K, W-1]`, the new state."""
-        cut = (
-            layer.begin(qkv.shape[1], self.q_conv1d.weight.shape[-1] - 1) if isinstance(layer, KimiDeltaLayer) else None
-        )
+        time, width = beta.shape[1], self.config.conv_kernel_size - 1
+        cut = layer.begin(time, width) if isinstance(layer, KimiDeltaLayer) else None
         old_tail = tail
+        q, k, v, tail = self._convolve(qkv, layout, old_tail)
         cu_seqlens = layout.cu_seqlens if isinstance(layout, PackedLayout) else None
-        if isinstance(layout, PaddedLayout):
-            mixed, tail = short_conv(layout.compact(qkv), self._taps(), old_tail, lengths=layout.lengths)
-            mixed = layout.spread(mixed)
-        else:
-            mixed, tail = short_conv(qkv, self._taps(), old_tail, cu_seqlens=cu_seqlens)
-        inputs = (*self._split(mixed), g, beta)
-
-        def scan(start: int, end: int, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            part = (tensor[:, start:end] for tensor in inputs)
-            return kda_chunk(*part, state, lower_bound=self.lower_bound, cu_seqlens=cu_seqlens)
-
+        inputs = (q, k, v, g, beta)
         if cut is None:
             o, state = kda_chunk(*inputs, state, lower_bound=self.lower_bound, cu_seqlens=cu_seqlens)
             return o, tail, state
 
-        mask = layout.mask if layout is not None else torch.ones(qkv.shape[:2], dtype=torch.bool, device=qkv.device)
+        mask = layout.mask if layout is not None else torch.ones(beta.shape[:2], dtype=torch.bool, device=beta.device)
         outputs = []
         if cut:
-            before, state = scan(0, cut, state)
-            outputs.append(before)
-            middle = convolution_tail(old_tail, qkv[:, :cut], mask[:, :cut], tail.shape[-1])
+            o, state = kda_chunk(*(x[:, :cut] for x in inputs), state, lower_bound=self.lower_bound)
+            outputs.append(o)
+            # Of the tokens before the window only the last few reach its convolutions, unless some are padding.
+            first = 0 if layout is not None else max(0, cut - width)
+            middle = torch.cat([x[:, first:cut] for x in qkv], dim=-1)
+            middle = convolution_tail(old_tail, middle, mask[:, first:cut], width)
             layer.window.restart(Checkpoint(middle.detach(), state.detach()))
-        writes = KdaWrites(qkv, *inputs[1:], mask)
-        layer.window.record(writes.between(cut, qkv.shape[1]))
-        after, state = scan(cut, qkv.shape[1], state)
-        return torch.cat([*outputs, after], dim=1), tail, state
+        joined = torch.cat([x[:, cut:] for x in qkv], dim=-1)
+        layer.window.record(KdaWrites(joined, *(x[:, cut:] for x in (k, v, g, beta, mask))))
+        o, state = kda_chunk(*(x[:, cut:] for x in inputs), state, lower_bound=self.lower_bound)
+        return torch.cat([*outputs, o], dim=1), tail, state
+
+    def _convolve(
+        self, qkv: Projections, layout: SequenceLayout | None, tail: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Normalised q and k (float32) and v, each `[B, T, H, K]`, and the new tail `[B, 3*H*K, W-1]`."""
+        mixed, tails = [], []
+        old_tails = (None,) * 3 if tail is None else tail.chunk(3, dim=1)
+        for x, taps, old in zip(qkv, self._taps(), old_tails):
+            if isinstance(layout, PaddedLayout):
+                y, new = short_conv(layout.compact(x), taps, old, lengths=layout.lengths)
+                y = layout.spread(y)
+            else:
+                y, new = short_conv(x, taps, old, cu_seqlens=getattr(layout, "cu_seqlens", None))
+            mixed.append(self._heads(y))
+            tails.append(new)
+        return l2norm(mixed[0]), l2norm(mixed[1]), mixed[2], torch.cat(tails, dim=1)

@@ -51,6 +51,7 @@ IMPORTED_INTERNALS = (
     "transformers.core_model_loading._IdentityOp",
     "transformers.generation.GenerationConfig",
     "transformers.generation.GenerationMixin",
+    "transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS",
     "transformers.integrations.moe.use_experts_implementation",
     "transformers.integrations.sdpa_attention.sdpa_attention_forward",
     "transformers.masking_utils.AttentionMaskInterface",

@@ -172,6 +172,14 @@ class KimiK3PreTrainedModel(CheckpointMixin, PreTrainedModel):
     def _can_set_experts_implementation(cls) -> bool:
         return True
 
+    def __init__(self, config: KimiK3Config, *args, **kwargs):
+        # Fields can be set after a config was made; no model is built from a contradiction.
+        config.validate()
+        super().__init__(config, *args, **kwargs)
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        return super().get_correct_experts_implementation("kimi3" if requested_experts is None else requested_experts)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Spec section 5: every parameter of every module, whatever memory it was built in."""

@@ -6,7 +6,8 @@ I expert width, k experts per token, G groups.
 
 import torch
 from torch import nn
-from transformers.integrations.moe import use_experts_implementation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers.utils.generic import is_tracing
 
 from .configuration_kimi3 import KimiK3Config
 from .mlp import KimiK3MLP, KimiK3RMSNorm, gated_unit
@@ -69,7 +70,8 @@ class KimiK3Router(KeepPrecision):
 class KimiK3Experts(nn.Module):
     """The routed experts, stacked: `gate_up_proj [E, 2I, L]` (gate rows, then up rows) and `down_proj [E, L, I]`.
 
-    transformers' experts interface chooses how they run (`experts_implementation=`); `forward` is the eager form.
+    transformers' experts interface chooses how they run (`experts_implementation=`, by default "kimi3", see
+    `experts_by_device`); `forward` is the eager form, one expert after the other.
     """
 
     def __init__(self, config: KimiK3Config):
@@ -96,22 +98,28 @@ class KimiK3Experts(nn.Module):
         Returns:
             `[N, L]`, the weighted sum of the chosen experts' outputs, in `hidden_states`' dtype.
         """
-        output = torch.zeros_like(hidden_states)
-        # Token-expert pairs sorted by expert: each expert then owns one contiguous run of them.
-        pairs = top_k_index.flatten().argsort(stable=True)
-        counts = torch.bincount(top_k_index.flatten(), minlength=self.num_experts)[: self.num_experts].tolist()
-        start = 0
-        for expert, count in enumerate(counts):
-            if count == 0:
-                continue
-            chosen = pairs[start : start + count]
-            start += count
-            tokens = chosen // top_k_index.shape[-1]
-            inner = self._apply_gate(nn.functional.linear(hidden_states[tokens], self.gate_up_proj[expert]))
-            contribution = nn.functional.linear(inner, self.down_proj[expert])
-            contribution = contribution * top_k_weights.flatten()[chosen].unsqueeze(-1)
-            output = output.index_add(0, tokens, contribution.to(output.dtype))
-        return output
+        return _one_by_one(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _one_by_one(
+    experts: KimiK3Experts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    output = torch.zeros_like(hidden_states)
+    # Token-expert pairs sorted by expert: each expert then owns one contiguous run of them.
+    pairs = top_k_index.flatten().argsort(stable=True)
+    counts = torch.bincount(top_k_index.flatten(), minlength=experts.num_experts)[: experts.num_experts].tolist()
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        chosen = pairs[start : start + count]
+        start += count
+        tokens = chosen // top_k_index.shape[-1]
+        inner = experts._apply_gate(nn.functional.linear(hidden_states[tokens], experts.gate_up_proj[expert]))
+        contribution = nn.functional.linear(inner, experts.down_proj[expert])
+        contribution = contribution * top_k_weights.flatten()[chosen].unsqueeze(-1)
+        output.index_add_(0, tokens, contribution.to(output.dtype))
+    return output
 
 
 class KimiK3SparseMoeBlock(nn.Module):
@@ -148,3 +156,25 @@ class KimiK3SparseMoeBlock(nn.Module):
         if self.shared_experts is not None:
             routed = routed + self.shared_experts(hidden_states)
         return routed
+
+
+# Token-expert pairs up to which gathering a copy of each pair's expert beats sorting the pairs, on an accelerator.
+_FEW_PAIRS = 64
+
+
+def experts_by_device(
+    self: KimiK3Experts, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The default experts implementation, "kimi3"; arguments as `KimiK3Experts.forward`.
+
+    On a CPU the experts run one after the other: nothing of the size of all pairs is held, and no weight is copied.
+    On an accelerator, and in a compiled graph, transformers' own `grouped_mm` runs them together, `batched_mm` where
+    there are few pairs, as in decoding.
+    """
+    if hidden_states.device.type == "cpu" and not is_tracing(hidden_states):
+        return _one_by_one(self, hidden_states, top_k_index, top_k_weights)
+    few = top_k_index.numel() <= _FEW_PAIRS
+    return ALL_EXPERTS_FUNCTIONS["batched_mm" if few else "grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register("kimi3", experts_by_device)

@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
     MergeModulelist,
     PrefixChange,
     WeightConverter,
+    WeightRenaming,
     WeightTransform,
 )
 
@@ -104,6 +105,8 @@ def weight_conversions() -> list[WeightTransform]:
     """A fresh list of the transforms above, released to ours."""
     return [
         PrefixChange(prefix_to_remove="language_model"),
+        # transformers' native Kimi-Linear saves its dense layers under the experts' name.
+        WeightRenaming(r"block_sparse_moe\.(gate_proj|up_proj|down_proj)\.", r"mlp.\1."),
         WeightConverter(r"self_attn.A_log", r"self_attn.A_log", [SliceHeads()]),
         WeightConverter(r"conv1d.weight", r"conv1d.weight", [LoadWide()]),
         WeightConverter(r"self_attn.o_norm.weight", r"self_attn.o_norm.weight", [LoadWide()]),
@@ -119,7 +122,11 @@ def weight_conversions() -> list[WeightTransform]:
 def release_conversions(config: KimiK3Config) -> list[WeightTransform]:
     """The transforms whose inverse writes the layout that `config` came from (composite where it came from none)."""
     composite = config.release_layout == "composite"
-    return [entry for entry in weight_conversions() if composite or not isinstance(entry, PrefixChange)]
+    return [
+        entry
+        for entry in weight_conversions()
+        if isinstance(entry, WeightConverter) or (composite and isinstance(entry, PrefixChange))
+    ]
 
 
 def register_weight_mapping() -> None:
