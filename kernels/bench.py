@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench_frame import Group, measure_peak, measure_peak_here, measure_times, set_threads, table, warn_if_starved
 
-CASE_MODULES = ("bench_kda",)
+CASE_MODULES = ("bench_kda", "bench_ops")
 
 
 def main() -> None:
