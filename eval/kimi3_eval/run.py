@@ -11,10 +11,12 @@ from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
 from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
+from transformers import PreTrainedModel
 
 from . import __version__
 from .build import write_text
@@ -22,6 +24,7 @@ from .errors import Refusal
 from .haystack import prose
 from .holdback import FULL
 from .plan import Plan
+from .probe import mechanisms
 from .results import loss_results, task_results
 from .store import AnswerStore, ResumableLM, model_fingerprint
 from .tasks import PREFIX, TASK_DIR
@@ -89,6 +92,7 @@ def execute(plan: Plan, output: Path, lm: LM, command: list[str] | None = None) 
     tasks = list(manager.load([PREFIX + task for task in plan.tasks] + list(plan.foreign))["tasks"].values())
     columns: dict[str, dict] = {}
     reused = 0
+    model_seconds = 0.0
     record: dict = {}
     for column in plan.columns:
         mark = json.dumps([fingerprint, plan.dtype, plan.prefill_chunk_size, versions(), column.name], sort_keys=True)
@@ -109,11 +113,15 @@ def execute(plan: Plan, output: Path, lm: LM, command: list[str] | None = None) 
             )
         store.close()
         reused += resumable.reused
+        model_seconds += resumable.model_seconds
         if evaluated is not None:
             columns[column.name] = _column_results(plan, column.name, evaluated, output)
             record = record or evaluated
     if lm.rank != 0:
         return None
+    seconds = time.perf_counter() - started
+    model = getattr(lm, "model", None)
+    facts = mechanisms(model, _first_prompt(record, lm)) if isinstance(model, PreTrainedModel) and plan.tasks else {}
     results = {
         "schema": SCHEMA,
         "versions": versions(),
@@ -124,8 +132,11 @@ def execute(plan: Plan, output: Path, lm: LM, command: list[str] | None = None) 
         "tokenizer": {"name": plan.tokenizer, "fingerprint": encoder(plan.tokenizer).fingerprint},
         "haystack": {"name": prose(plan.haystack).name, "fingerprint": prose(plan.haystack).fingerprint},
         "columns": columns,
+        "mechanisms": facts,
         "time": {
-            "seconds": round(time.perf_counter() - started, 3),
+            "seconds": round(seconds, 3),
+            "model_seconds": round(model_seconds, 3),
+            "overhead": round(1 - model_seconds / seconds, 4),
             "answers_reused": reused,
             "processes": lm.world_size,
         },
@@ -138,6 +149,8 @@ def execute(plan: Plan, output: Path, lm: LM, command: list[str] | None = None) 
 def _column_results(plan: Plan, column: str, evaluated: dict, output: Path) -> dict:
     """Writes the samples of one column and makes its results."""
     samples = evaluated.pop("samples")
+    prompts = [row["arguments"][0][0] for rows in samples.values() for row in rows]
+    evaluated["longest_prompt"] = max(prompts, key=len)
     suffix = "" if column == FULL else "__" + column.replace("=", "-")
     for name, rows in samples.items():
         rows.sort(key=lambda row: row["doc_id"])
@@ -148,6 +161,11 @@ def _column_results(plan: Plan, column: str, evaluated: dict, output: Path) -> d
     loss = {"loss": loss_results(samples[PREFIX + "loss"], lengths)} if "loss" in plan.tasks else {}
     others = {name: _numbers(evaluated["results"].get(name, {})) for name in plan.foreign}
     return {"tasks": own, "lm_eval_tasks": others, **loss}
+
+
+def _first_prompt(evaluated: dict, lm: LM) -> np.ndarray:
+    """Ids of the longest prompt of the run, for the pass that looks into the model."""
+    return lm.prompt_ids(evaluated["longest_prompt"])  # type: ignore[attr-defined]
 
 
 def _numbers(metrics: dict) -> dict[str, float]:

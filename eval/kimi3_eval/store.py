@@ -7,6 +7,7 @@ processes. The key holds a fingerprint of the model, so that another model never
 import hashlib
 import json
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ class ResumableLM(LM):
         self.inner = inner
         self.store = store
         self.reused = 0
+        self.model_seconds = 0.0
         inner.set_cache_hook(store)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -161,7 +163,9 @@ class ResumableLM(LM):
             else:
                 self.reused += 1
         todo = [*waiting.values(), *(requests[number] for number in sampled)]
+        started = time.perf_counter()
         answers = getattr(self.inner, method)(todo) if todo else []
+        self.model_seconds += time.perf_counter() - started
         for key, answer in zip(waiting, answers):
             self.store.put(key, answer)
         drawn = dict(zip(sampled, answers[len(waiting) :]))
