@@ -183,7 +183,9 @@ class KimiK3Config(PreTrainedConfig):
 
     @layer_types.setter
     def layer_types(self, kinds: list[str]) -> None:
-        unknown = sorted(set(kinds) - {"linear_attention", "full_attention"})
+        if not isinstance(kinds, list | tuple):
+            raise ValueError(f"layer_types is {kinds!r}: expected a list with one entry per layer.")
+        unknown = sorted({str(kind) for kind in kinds} - {"linear_attention", "full_attention"})
         if unknown:
             raise ValueError(f"layer_types has {unknown}: expected 'linear_attention' or 'full_attention'.")
         self.linear_attn_config = {

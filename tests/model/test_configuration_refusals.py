@@ -243,3 +243,6 @@ def test_a_foreign_text_config_is_refused(released):
 def test_layer_types_outside_the_family_are_refused():
     with pytest.raises(ValueError, match=r"layer_types has \['sliding_attention'\]"):
         KimiK3Config(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    for value in (None, "full_attention"):
+        with pytest.raises(ValueError, match=rf"layer_types is {value!r}: expected a list"):
+            KimiK3Config(num_hidden_layers=2, layer_types=value)
