@@ -125,7 +125,7 @@ class _OrdinaryTextTokenizer(TokenizersBackend):
 
     That can be said per call, as in `tokenizer(text, split_special_tokens=False)`, or when the tokenizer is loaded. A
     chat template is the one caller that means them: what it renders is encoded with special tokens allowed, the
-    messages in it included, as with any template.
+    messages in it included, as with any template. A template rendered with `tokenize=False` is text like any other.
     """
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:

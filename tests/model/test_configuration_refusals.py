@@ -78,6 +78,13 @@ def test_other_quantization_is_refused(released, quantization, message):
         KimiK3Config(**released)
 
 
+def test_a_quantisation_without_a_released_form_is_not_written():
+    config = KimiK3Config.from_preset("tiny-1m", quantization_config={"quant_method": "bitsandbytes"})
+    assert config.quantization_config == {"quant_method": "bitsandbytes"}
+    with pytest.raises(ValueError, match=r"quantization_config\.quant_method is 'bitsandbytes': expected 'kimi_mxfp4'"):
+        config.to_release_dict()
+
+
 def test_packed_experts_need_whole_groups(released):
     released["text_config"] |= {"quantization_config": RELEASED_QUANTIZATION, "moe_intermediate_size": 40}
     with pytest.raises(ValueError, match="moe_intermediate_size is 40: expected a multiple of 32"):
@@ -138,6 +145,33 @@ def test_packed_experts_need_whole_groups(released):
 def test_contradictions_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         KimiK3Config.from_preset("tiny-1m", **overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_experts_per_token": 8},
+        {"num_expert_group": 8, "topk_group": 8},
+        {"num_expert_group": 4, "topk_group": 1},
+        {"use_grouped_topk": False},
+        {"num_shared_experts": 0},
+        {"first_k_dense_replace": 0},
+        {"first_k_dense_replace": 6},
+        {"routed_expert_hidden_size": None, "latent_moe_use_norm": False},
+        {"routed_scaling_factor": -1},
+        {"activation_situ_linear_beta": None},
+        {"hidden_act": "silu", "activation_situ_beta": None},
+        {"initializer_range": 0.0},
+        {"attention_dropout": 0},
+        {"attn_res_block_size": 99},
+        {"num_nextn_predict_layers": None},
+        {"eos_token_id": [0, 255]},
+        {"pad_token_id": None},
+    ],
+)
+def test_what_is_at_the_limit_is_accepted(overrides):
+    config = KimiK3Config.from_preset("tiny-1m", **overrides)
+    assert {name: getattr(config, name) for name in overrides} == overrides
 
 
 @pytest.mark.parametrize(
