@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_tracing
 
 from .configuration_kimi3 import KimiK3Config
 from .mlp import KimiK3RMSNorm
@@ -18,6 +19,9 @@ from .precision import effective_weight, upcast
 
 # The official code leaves the two latent norms at its RMSNorm's default, which is not `rms_norm_eps`.
 LATENT_NORM_EPS = 1e-6
+
+# Bytes of keys and values that prefill expands at once where no gradient is wanted.
+_EXPANSION_BUDGET = 64 * 2**20
 
 
 def eager_attention_forward(
@@ -142,11 +146,38 @@ class KimiMLAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention over keys `[B, H, S, n+p]` and values `[B, H, S, v]` from the latents. Output `[B, T, H, v]`."""
-        batch, _, length, _ = latent.shape
-        expanded = self.kv_b_proj(latent.squeeze(1)).view(batch, length, self.num_heads, -1).transpose(1, 2)
+        """Attention over keys `[B, H, S, n+p]` and values `[B, H, S, v]` from the latents. Output `[B, T, H, v]`.
+
+        Without gradients the heads go through in groups, so that what is expanded at once stays within a budget
+        however long the context is.
+        """
+        per_head = latent.shape[0] * latent.shape[2] * 2 * self.head_dim * latent.element_size()
+        group = max(1, _EXPANSION_BUDGET // per_head)
+        if torch.is_grad_enabled() or group >= self.num_heads or is_tracing(query):
+            expanded = self.kv_b_proj(latent.squeeze(1))
+            return self._attend_heads(query, expanded, shared_key, attention_mask, **kwargs)
+        up = effective_weight(self.kv_b_proj).to(latent.dtype).unflatten(0, (self.num_heads, -1))
+        parts = []
+        for start in range(0, self.num_heads, group):
+            heads = slice(start, start + group)
+            expanded = nn.functional.linear(latent.squeeze(1), up[heads].flatten(0, 1))
+            parts.append(self._attend_heads(query[:, heads], expanded, shared_key, attention_mask, **kwargs))
+        weights = None if parts[0][1] is None else torch.cat([weights for _, weights in parts], dim=1)
+        return torch.cat([output for output, _ in parts], dim=2), weights
+
+    def _attend_heads(
+        self,
+        query: torch.Tensor,
+        expanded: torch.Tensor,
+        shared_key: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The heads of `query [B, h, T, n+p]` over their `expanded [B, S, h*(n+v)]`, by transformers' interface."""
+        batch, length, _ = expanded.shape
+        expanded = expanded.view(batch, length, query.shape[1], -1).transpose(1, 2)
         key, value = expanded.split([self.nope_dim, self.value_dim], dim=-1)
-        key = torch.cat([key, shared_key.expand(-1, self.num_heads, -1, -1)], dim=-1)
+        key = torch.cat([key, shared_key.expand(-1, query.shape[1], -1, -1)], dim=-1)
 
         implementation = self.config._attn_implementation
         padding = self.head_dim - self.value_dim if self._needs_equal_widths(implementation, query) else 0
