@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .precision import compute_dtype, no_autocast
 
-# Elements of one source in a block of rows: 2 MiB in float32, so that about ten sources fit in a last-level cache.
-BLOCK_ELEMENTS = 2**19
+# Elements of one source in a block of rows: 1 MiB in float32, so that ten sources fit in a last-level cache.
+BLOCK_ELEMENTS = 2**18
 # A matrix-vector product adds up its columns in turn: over 7168 of them that alone is 1e-6 of the score.
 SCORE_COLUMNS = 2**11
 # Up to this many elements of one source (nine rows of 7168) the stacked form is as fast or faster.
