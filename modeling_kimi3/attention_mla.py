@@ -117,7 +117,10 @@ class KimiMLAttention(nn.Module):
             latent, shared_key = cache.update(latent, shared_key, self.layer_idx)
 
         if self._absorbs(time, latent.shape[2], attention_mask):
-            output, weights = self._attend_absorbed(query, latent, shared_key, attention_mask)
+            joined = getattr(cache.layers[self.layer_idx], "joined", None) if cache is not None else None
+            if joined is None:
+                joined = torch.cat([latent, shared_key], dim=-1).squeeze(1)
+            output, weights = self._attend_absorbed(query, joined, attention_mask)
         else:
             output, weights = self._attend_expanded(query, latent, shared_key, attention_mask, **kwargs)
 
@@ -203,25 +206,28 @@ class KimiMLAttention(nn.Module):
         return "flash" in implementation or (implementation == "sdpa" and query.device.type == "cpu")
 
     def _attend_absorbed(
-        self,
-        query: torch.Tensor,
-        latent: torch.Tensor,
-        shared_key: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        self, query: torch.Tensor, joined: torch.Tensor, attention_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same attention without expanding the context.
+        """The same attention without expanding the context, against `joined [B, S, r+p]`: latents and shared keys.
 
         score = (W_k^T q_nope) . latent + q_rope . shared_key, output = W_v (sum of weight * latent).
         """
         batch, heads, time, _ = query.shape
         up = effective_weight(self.kv_b_proj).to(query.dtype).view(heads, self.nope_dim + self.value_dim, self.rank)
         key_up, value_up = up.split([self.nope_dim, self.value_dim], dim=1)
-        q_nope, q_rope = query.split([self.nope_dim, self.rope_dim], dim=-1)
+        q_nope, q_rope = (query * self.scaling).split([self.nope_dim, self.rope_dim], dim=-1)
 
-        latent, shared_key = latent.squeeze(1), shared_key.squeeze(1)
-        folded = torch.einsum("bhtn,hnr->bhtr", q_nope, key_up).flatten(1, 2)
-        scores = torch.bmm(folded, latent.transpose(1, 2))
-        scores = torch.baddbmm(scores, q_rope.flatten(1, 2), shared_key.transpose(1, 2))
-        weights = masked_softmax(scores.view(batch, heads, time, -1) * self.scaling, attention_mask).to(query.dtype)
-        read = torch.bmm(weights.flatten(1, 2), latent).view(batch, heads, time, self.rank)
-        return torch.einsum("bhtr,hvr->bthv", read, value_up), weights
+        folded = torch.cat([torch.einsum("bhtn,hnr->bhtr", q_nope, key_up), q_rope], dim=-1).flatten(1, 2)
+        scores = _per_row_matmul(folded, joined.transpose(1, 2)).view(batch, heads, time, -1)
+        weights = masked_softmax(scores, attention_mask).to(query.dtype)
+        # Reading the shared keys along with the latents costs less than a matmul over rows with gaps.
+        read = _per_row_matmul(weights.flatten(1, 2), joined).view(batch, heads, time, -1)
+        return torch.einsum("bhtr,hvr->bthv", read[..., : self.rank], value_up), weights
+
+
+def _per_row_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a [B, m, k] @ b [B, k, n]`. On a CPU row by row: torch's batched form copies or walks a long `b` badly there
+    (at k = 576 and n = 32768 in bfloat16 it takes seven times as long)."""
+    if a.device.type != "cpu" or is_tracing(a):
+        return torch.bmm(a, b)
+    return torch.stack([x @ y for x, y in zip(a, b)])

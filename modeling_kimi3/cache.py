@@ -65,7 +65,7 @@ class KimiLatentLayer(CacheLayerMixin):
             )
         if torch.is_grad_enabled() and (key_states.requires_grad or self._buffer.requires_grad):
             # Writing into the buffer would overwrite what the backward of an earlier step still needs.
-            self._set(torch.cat([self._held(), torch.cat([key_states, value_states], dim=-1).squeeze(1)], dim=1))
+            self._set(torch.cat([self.joined, torch.cat([key_states, value_states], dim=-1).squeeze(1)], dim=1))
             return self.keys, self.values
         end = self._length + key_states.shape[2]
         if end > self._buffer.shape[1]:
@@ -77,13 +77,15 @@ class KimiLatentLayer(CacheLayerMixin):
         self._publish()
         return self.keys, self.values
 
-    def _held(self) -> torch.Tensor:
+    @property
+    def joined(self) -> torch.Tensor:
+        """Latents and shared keys side by side, `[B, S, r+p]`: one contiguous run per row."""
         return self._buffer[:, : self._length]
 
     def _grow(self, needed: int) -> None:
         capacity = needed + max(_MIN_SPARE, needed // 2)
         buffer = self._buffer.new_empty(self._buffer.shape[0], capacity, self._buffer.shape[-1])
-        buffer[:, : self._length] = self._held()
+        buffer[:, : self._length] = self.joined
         self._buffer = buffer
 
     def get_seq_length(self) -> int:
@@ -119,11 +121,11 @@ class KimiLatentLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         if self.is_initialized:
-            self._set(self._held()[indices.to(self._buffer.device)])
+            self._set(self.joined[indices.to(self._buffer.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.is_initialized:
-            self._set(self._held().repeat_interleave(repeats, dim=0))
+            self._set(self.joined.repeat_interleave(repeats, dim=0))
 
     def offload(self) -> None:
         if self.is_initialized:
