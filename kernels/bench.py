@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--budget", type=float, default=10.0, help="seconds per backend, after three rounds")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a busy machine, one thread")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--peak", nargs=3, metavar=("OP", "SHAPE", "BACKEND"), help="print one peak in bytes and exit")
     args = parser.parse_args()
@@ -40,7 +41,7 @@ def main() -> None:
     for group in groups:
         if args.op not in group.op or args.shape not in group.shape:
             continue
-        measured = measure_times(group, args.rounds, args.budget)
+        measured = measure_times(group, args.rounds, args.budget, args.clock)
         warn_if_starved(measured, args.threads)
         if group.memory and not args.no_memory:
             for row in measured:

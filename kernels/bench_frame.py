@@ -51,13 +51,17 @@ class Row:
     peak: int | None = None
 
 
-def measure_times(group: Group, rounds: int, budget: float) -> list[Row]:
-    """Medians over interleaved rounds; a backend stops early (after 3 rounds at least) once it used up its budget."""
+def measure_times(group: Group, rounds: int, budget: float, clock: str) -> list[Row]:
+    """Medians over interleaved rounds; a backend stops early (after 3 rounds at least) once it used up its budget.
+
+    Args:
+        clock: "wall", or "cpu" for the process's CPU time: with one thread it stays comparable on a busy machine.
+    """
     runs = {name: build() for name, build in group.backends.items()}
     for run in runs.values():
         run()
     wall: dict[str, list[float]] = {name: [] for name in runs}
-    cpu = dict.fromkeys(runs, 0.0)
+    cpu: dict[str, list[float]] = {name: [] for name in runs}
     for index in range(rounds):
         for name, run in runs.items():
             if index >= 3 and sum(wall[name]) > budget:
@@ -65,8 +69,9 @@ def measure_times(group: Group, rounds: int, budget: float) -> list[Row]:
             cpu_start, start = time.process_time(), time.perf_counter()
             run()
             wall[name].append(time.perf_counter() - start)
-            cpu[name] += time.process_time() - cpu_start
-    return [Row(group, name, statistics.median(wall[name]), cpu[name] / sum(wall[name])) for name in runs]
+            cpu[name].append(time.process_time() - cpu_start)
+    chosen = cpu if clock == "cpu" else wall
+    return [Row(group, name, statistics.median(chosen[name]), sum(cpu[name]) / sum(wall[name])) for name in runs]
 
 
 def _status(field: str) -> int:

@@ -3,9 +3,10 @@
 import itertools
 
 import torch
+from torch import Tensor
+
 from bench_frame import Group, Run
 from kimi3_kernels import kda_chunk, kda_recurrent, kda_step, l2norm
-from torch import Tensor
 
 BOUND = -5.0
 HEADS, WIDTH = 8, 128
