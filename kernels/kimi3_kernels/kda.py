@@ -117,11 +117,12 @@ def kda_recurrent(
     outputs = []
     # unbind, not x[:, t]: the backward of indexing allocates a full-size zero tensor per token.
     tokens = zip(*(x.to(dtype).unbind(1) for x in (q, k, v, g, beta)))
-    for q_t, k_t, v_t, g_t, beta_t in tokens:
-        state = state * g_t.exp().unsqueeze(-1)
-        update = (v_t - torch.einsum("bhk,bhkv->bhv", k_t, state)) * beta_t.unsqueeze(-1)
-        state = state + k_t.unsqueeze(-1) * update.unsqueeze(-2)
-        outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, state) * scale)
+    with torch.autocast(k.device.type, enabled=False):
+        for q_t, k_t, v_t, g_t, beta_t in tokens:
+            state = state * g_t.exp().unsqueeze(-1)
+            update = (v_t - torch.einsum("bhk,bhkv->bhv", k_t, state)) * beta_t.unsqueeze(-1)
+            state = state + k_t.unsqueeze(-1) * update.unsqueeze(-2)
+            outputs.append(torch.einsum("bhk,bhkv->bhv", q_t, state) * scale)
     return torch.stack(outputs, dim=1).to(v.dtype), state
 
 
@@ -163,10 +164,11 @@ def kda_step(
         (q.to(dtype) * scale).reshape(rows, 1, width),
     )
     size = _step_rows(state)
-    if size >= rows:
-        out = _step_block(*parts)
-    else:
-        out = torch.cat([_step_block(*block) for block in zip(*(x.split(size) for x in parts))])
+    with torch.autocast(state.device.type, enabled=False):
+        if size >= rows:
+            out = _step_block(*parts)
+        else:
+            out = torch.cat([_step_block(*block) for block in zip(*(x.split(size) for x in parts))])
     return out.view(batch, heads, -1).to(v.dtype)
 
 

@@ -61,19 +61,21 @@ def kda_chunk_backward(
     if d_final is not None:
         d_initial.copy_(d_final.view(by_sequence))
     space = Workspace(dtype, k.device)
-    for row, head in head_blocks(batch, heads, saved[0, 0, 0].nbytes if len(saved) else 1):
-        _backward_block(
-            plan,
-            [x[row, :, head] for x in inputs],
-            initial[:, row, head],
-            saved[:, row, head],
-            None if d_out is None else d_out[row, :, head],
-            d_initial[:, row, head],
-            [x[row, :, head] for x in grads],
-            scale,
-            leaf,
-            space,
-        )
+    state_bytes = d_initial[0, 0, 0].nbytes
+    with torch.autocast(k.device.type, enabled=False):
+        for row, head in head_blocks(batch, heads, state_bytes, k.device):
+            _backward_block(
+                plan,
+                [x[row, :, head] for x in inputs],
+                initial[:, row, head],
+                saved[:, row, head],
+                None if d_out is None else d_out[row, :, head],
+                d_initial[:, row, head],
+                [x[row, :, head] for x in grads],
+                scale,
+                leaf,
+                space,
+            )
     if initial_state is None:
         d_initial = d_initial.new_empty(0)
     else:

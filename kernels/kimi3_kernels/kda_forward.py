@@ -96,9 +96,11 @@ def _kda_chunk(
         final.copy_(initial_state)
     space = Workspace(dtype, k.device)
     states = final.unflatten(0, (-1, batch))
-    for row, head in head_blocks(batch, heads, final[0, 0].nbytes):
-        inputs = [x[row, :, head] for x in (q, k, v, g, beta)]
-        _forward_block(plan, inputs, out[row, :, head], states[:, row, head], saved[:, row, head], scale, leaf, space)
+    with torch.autocast(k.device.type, enabled=False):
+        for row, head in head_blocks(batch, heads, final[0, 0].nbytes, k.device):
+            inputs = [x[row, :, head] for x in (q, k, v, g, beta)]
+            outputs = (out[row, :, head], states[:, row, head], saved[:, row, head])
+            _forward_block(plan, inputs, *outputs, scale, leaf, space)
     return out, final, saved
 
 

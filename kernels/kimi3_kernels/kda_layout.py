@@ -144,11 +144,14 @@ def segment_limit(length: int, sequences: int) -> int:
     return (length // CHUNK + sequences + SEGMENT - 1) // SEGMENT
 
 
-def head_blocks(batch: int, heads: int, state_bytes: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of rows and heads, which are independent, whose states stay in a core's cache through the chunks.
+def head_blocks(batch: int, heads: int, state_bytes: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """Blocks of rows and heads, which are independent, whose states stay in a CPU's caches through all chunks.
 
-    One block per core and pass: the products of a block are what the threads share.
+    The threads share the products of a block, so a block has as many states as all of their caches hold.
     """
+    if device.type != "cpu":
+        yield slice(None), slice(None)
+        return
     count = max(1, min(STATE_CACHE // state_bytes, MOST_STATES)) * torch.get_num_threads()
     row_step, head_step = max(1, count // heads), math.ceil(heads / math.ceil(heads / count))
     for row in range(0, batch, row_step):

@@ -358,6 +358,20 @@ def test_a_decay_of_minus_infinity_forgets():
     assert (final - want_final).abs().max() <= 2e-6 * want_final.abs().max()
 
 
+def test_autocast_does_not_lower_the_precision():
+    inputs = make(1, 70, 2, 16, 16, dtype=torch.float32)
+    token = [x[:, 0] for x in inputs[:5]]
+    expected, expected_chunk = kda_recurrent(*inputs), run(kda_chunk, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(kda_recurrent(*inputs), expected, 0.0, "recurrent")
+        assert_close(run(kda_chunk, inputs), expected_chunk, 0.0, "chunk")
+    states = [inputs[5].clone() for _ in range(2)]
+    expected = kda_step(*token, states[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        got = kda_step(*token, states[1])
+    assert torch.equal(got, expected) and torch.equal(*states)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_in_one_graph(dynamic):
     def loss(q, k, v, g, beta, state):
