@@ -8,6 +8,8 @@ import torch
 
 from modeling_kimi3 import KimiK3Config, KimiK3ForCausalLM
 
+# Two sets are carried along, so that released layouts are always checked; the others lie beside the repository.
+OWN_GOLDEN = Path(__file__).resolve().parent / "data" / "golden"
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden"
 
 SMALL = {
@@ -48,10 +50,10 @@ SMALL = {
 
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], Path]:
-    """The directory of a golden checkpoint by name; skips where the sets are not beside the repository."""
+    """The directory of a golden checkpoint by name; skips where it is neither carried nor beside the repository."""
 
     def find(name: str) -> Path:
-        path = GOLDEN / name
+        path = OWN_GOLDEN / name if (OWN_GOLDEN / name).is_dir() else GOLDEN / name
         if not path.is_dir():
             pytest.skip(f"golden checkpoint {name} not found: {GOLDEN} is not there")
         return path
