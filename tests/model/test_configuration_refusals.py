@@ -78,6 +78,15 @@ def test_other_quantization_is_refused(released, quantization, message):
         KimiK3Config(**released)
 
 
+@pytest.mark.parametrize("groups", [None, {}, {"group_0": {}}, {"group_0": {"weights": {"num_bits": 4}}}])
+def test_a_shorter_description_of_the_same_format_is_understood(released, groups):
+    quantization = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "config_groups": groups}
+    released["text_config"]["quantization_config"] = quantization
+    config = KimiK3Config(**released)
+    assert config.quantization_config == {"quant_method": "kimi_mxfp4"}
+    assert config.to_release_dict() == released
+
+
 def test_a_quantisation_without_a_released_form_is_not_written():
     config = KimiK3Config.from_preset("tiny-1m", quantization_config={"quant_method": "bitsandbytes"})
     assert config.quantization_config == {"quant_method": "bitsandbytes"}
@@ -108,6 +117,9 @@ def test_packed_experts_need_whole_groups(released):
         ({"rms_norm_eps": float("nan")}, r"rms_norm_eps is nan"),
         ({"initializer_range": -0.1}, r"initializer_range is -0\.1"),
         ({"attention_dropout": 1.0}, r"attention_dropout is 1\.0: expected a number in \[0, 1\)"),
+        ({"initializer_range": "0.02"}, r"initializer_range is '0\.02'"),
+        ({"attention_dropout": None}, r"attention_dropout is None"),
+        ({"max_position_embeddings": 0}, r"max_position_embeddings is 0: expected a positive integer"),
         ({"tie_word_embeddings": "no"}, r"tie_word_embeddings is 'no': expected true or false"),
         ({"num_key_value_heads": 1}, r"num_key_value_heads is 1: expected num_attention_heads \(3\)"),
         ({"mla_use_nope": False}, r"mla_use_nope is False: expected true"),
@@ -125,6 +137,7 @@ def test_packed_experts_need_whole_groups(released):
         ({"num_experts_per_token": 9}, r"num_experts_per_token is 9: expected at most num_experts \(8\)"),
         ({"num_experts_per_token": 0}, r"num_experts_per_token is 0"),
         ({"num_shared_experts": -1}, r"num_shared_experts is -1"),
+        ({"num_shared_experts": 1.0}, r"num_shared_experts is 1\.0: expected an integer of at least 0"),
         ({"moe_intermediate_size": None}, r"moe_intermediate_size is None"),
         ({"routed_expert_hidden_size": None}, r"latent_moe_use_norm is True, but routed_expert_hidden_size is None"),
         ({"routed_expert_hidden_size": 0}, r"routed_expert_hidden_size is 0"),
@@ -132,13 +145,20 @@ def test_packed_experts_need_whole_groups(released):
         ({"topk_method": "greedy"}, r"topk_method is 'greedy': expected 'noaux_tc' or null"),
         ({"routed_scaling_factor": 0}, r"routed_scaling_factor is 0"),
         ({"first_k_dense_replace": 7}, r"first_k_dense_replace is 7: expected an integer from 0 to num_hidden_layers"),
+        ({"first_k_dense_replace": 1.0}, r"first_k_dense_replace is 1\.0"),
+        ({"moe_renormalize": "yes"}, r"moe_renormalize is 'yes': expected true or false"),
         ({"moe_layer_freq": 0}, r"moe_layer_freq is 0"),
+        ({"routed_scaling_factor": "1"}, r"routed_scaling_factor is '1': expected a number"),
+        ({"routed_scaling_factor": True}, r"routed_scaling_factor is True"),
+        ({"num_expert_group": 0}, r"num_expert_group is 0: expected a positive integer"),
+        ({"topk_group": 0}, r"topk_group is 0: expected a positive integer"),
         ({"num_expert_group": 3}, r"num_expert_group is 3: expected a divisor of num_experts \(8\)"),
         ({"num_expert_group": 2, "topk_group": 3}, r"topk_group is 3: expected at most num_expert_group \(2\)"),
         ({"num_expert_group": 8}, r"num_experts_per_token is 2: expected at most 1, the experts in the topk_group"),
         ({"num_expert_group": 2, "use_grouped_topk": False}, r"use_grouped_topk is False, but num_expert_group is 2"),
         ({"bos_token_id": 256}, r"bos_token_id is 256: expected ids from 0 to 255"),
         ({"eos_token_id": [2, -1]}, r"eos_token_id is \[2, -1\]"),
+        ({"bos_token_id": [1]}, r"bos_token_id is \[1\]"),
         ({"pad_token_id": "0"}, r"pad_token_id is '0'"),
     ],
 )
@@ -167,9 +187,10 @@ def test_contradictions_are_refused(overrides, message):
         {"num_nextn_predict_layers": None},
         {"eos_token_id": [0, 255]},
         {"pad_token_id": None},
+        {"quantization_config": {"quant_method": "bitsandbytes"}, "moe_intermediate_size": 40},
     ],
 )
-def test_what_is_at_the_limit_is_accepted(overrides):
+def test_what_only_looks_wrong_is_accepted(overrides):
     config = KimiK3Config.from_preset("tiny-1m", **overrides)
     assert {name: getattr(config, name) for name in overrides} == overrides
 
@@ -178,6 +199,7 @@ def test_what_is_at_the_limit_is_accepted(overrides):
     "linear, message",
     [
         ({"kda_layers": [1, 2, 3, 4, 5]}, r"kda_layers and full_attn_layers both have \[4\]"),
+        ({"kda_layers": [2, 3, 5]}, r"kda_layers and full_attn_layers leave out \[1\]"),
         ({"kda_layers": [1, 2, 3]}, r"kda_layers and full_attn_layers leave out \[5\]"),
         ({"full_attn_layers": [4, 6, 7]}, r"full_attn_layers has \[7\]: expected layer numbers from 1 to .* \(6\)"),
         ({"kda_layers": [0, 1, 2, 3, 5]}, r"kda_layers has \[0\]"),
@@ -189,6 +211,7 @@ def test_what_is_at_the_limit_is_accepted(overrides):
         ({"short_conv_kernel_size": 0}, r"linear_attn_config\.short_conv_kernel_size is 0"),
         ({"gate_lower_bound": 0.0}, r"gate_lower_bound is 0\.0: expected a negative number"),
         ({"gate_lower_bound": 5}, r"gate_lower_bound is 5: expected a negative number"),
+        ({"gate_lower_bound": "-5"}, r"gate_lower_bound is '-5': expected a negative number"),
         ({"use_full_rank_gate": "yes"}, r"use_full_rank_gate is 'yes'"),
         ({"expand_v": 2}, r"linear_attn_config\.expand_v is 2: not implemented"),
     ],
@@ -197,6 +220,11 @@ def test_contradictions_in_linear_attn_config_are_refused(linear, message):
     base = PRESETS["tiny-1m"]["linear_attn_config"]
     with pytest.raises(ValueError, match=message):
         KimiK3Config.from_preset("tiny-1m", linear_attn_config=base | linear)
+
+
+def test_an_unknown_key_in_linear_attn_config_is_kept_while_switched_off(released):
+    released["text_config"]["linear_attn_config"]["expand_v"] = None
+    assert KimiK3Config(**released).to_release_dict() == released
 
 
 @pytest.mark.parametrize("value", [None, [], "kda"])
@@ -239,7 +267,16 @@ def test_keys_of_unimplemented_mechanisms_are_refused_everywhere(released, key):
 
 @pytest.mark.parametrize("key", [key for key in UNIMPLEMENTED if key != "per_layer_config"])
 def test_the_same_keys_are_kept_while_switched_off(released, key):
-    released["text_config"][key] = 1 if key == "logit_scale" else None
+    for off in (1,) if key == "logit_scale" else (None, False, 0, []):
+        # An empty K3.1 key still says that the file is one of K3.1.
+        if off is None or not key.startswith(("dsa_", "index_")):
+            released["text_config"][key] = off
+            assert KimiK3Config(**released).to_release_dict() == released
+
+
+@pytest.mark.parametrize("value", [None, {}, {"rope_type": "default", "rope_theta": 1e4}, {"rope_theta": 1e4}])
+def test_what_transformers_writes_for_a_plain_rotary_embedding_is_kept(released, value):
+    released["text_config"]["rope_parameters"] = value
     assert KimiK3Config(**released).to_release_dict() == released
 
 
