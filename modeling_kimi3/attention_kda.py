@@ -24,11 +24,17 @@ Projections = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KimiK3ShortConvolution(KeepPrecision):
-    """The taps of one causal depthwise convolution, `weight [H*K, 1, W]`, float32 whatever the model's dtype."""
+    """The taps of one causal depthwise convolution, `weight [H*K, 1, W]`, float32 whatever the model's dtype.
+
+    Calling it gives them: an offloaded module has its weight only while it is called.
+    """
 
     def __init__(self, channels: int, kernel_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, dtype=torch.float32))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
 
 
 class KimiK3GatedRMSNorm(KeepPrecision):
@@ -143,7 +149,7 @@ class KimiDeltaAttention(KeepPrecision):
         return x.unflatten(-1, (self.num_heads, self.head_dim))
 
     def _taps(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight
+        return self.q_conv1d(), self.k_conv1d(), self.v_conv1d()
 
     def _advance(
         self,

@@ -8,6 +8,7 @@ from torch import nn
 
 from kimi3_kernels import attn_res_mix
 
+from .mlp import KimiK3RMSNorm
 from .precision import effective_weight, upcast
 
 # The scoring norm's eps is fixed by the paper's code and is not `rms_norm_eps` (they happen to be equal in K3).
@@ -21,29 +22,49 @@ class ResidualQuery(nn.Linear):
         super().__init__(hidden_size, 1, bias=False)
 
 
+class ResidualNorm(KimiK3RMSNorm):
+    """The norm weight `[D]` of one mix, whose norm is computed together with the scores.
+
+    Calling it gives the weight: an offloaded module has it only while it is called.
+    """
+
+    def __init__(self, hidden_size: int):
+        super().__init__(hidden_size, ATTN_RES_EPS)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+def score_weight(norm: ResidualNorm, query: nn.Module) -> torch.Tensor:
+    """`[D]` float32: what one mix scores its normed sources with, from the modules that hold its parameters.
+
+    Args:
+        norm: the scoring norm.
+        query: the linear module `[1, D]` with the pseudo-query, plain or adapted.
+    """
+    return upcast(norm()) * upcast(effective_weight(query).reshape(-1))
+
+
 class AttentionResidualMix(nn.Module):
     """Mixes depth sources by a softmax over their scores against the pseudo-query, all in float32.
 
-    Has no parameters: the norm weight and the pseudo-query keep their released places beside it. It is a module so
-    that hooks can record its weights (`output_attn_res_weights`) or replace what it returns.
+    Has no parameters: norm weight and pseudo-query keep their released places beside it. It is a module so that hooks
+    can record its weights (`output_attn_res_weights`) or replace what it returns.
     """
 
     def forward(
         self,
         sources: list[torch.Tensor],
-        norm: nn.Module,
-        query: nn.Module,
+        weight: torch.Tensor,
         inv_rms: list[torch.Tensor | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             sources: S tensors `[B, T, D]`: finished blocks, oldest first, then the running sum.
-            norm: the module holding the scoring norm's weight `[D]`.
-            query: the linear module `[1, D]` holding the pseudo-query.
+            weight: `[D]`, see `score_weight`.
             inv_rms: per source `[B, T]` 1/rms where it is known already (finished blocks never change), else None.
 
         Returns:
             The mix `[B, T, D]` in the sources' dtype and the weights `[B, T, S]` in float32.
         """
-        weight = upcast(norm.weight) * upcast(effective_weight(query).reshape(-1))
         return attn_res_mix(sources, weight, ATTN_RES_EPS, inv_rms=inv_rms)

@@ -23,7 +23,7 @@ from kimi3_kernels import inv_rms
 
 from .attention_kda import KimiDeltaAttention, KimiK3GatedRMSNorm, KimiK3ShortConvolution
 from .attention_mla import KimiMLAttention
-from .attn_res import ATTN_RES_EPS, AttentionResidualMix, ResidualQuery
+from .attn_res import ATTN_RES_EPS, AttentionResidualMix, ResidualNorm, ResidualQuery, score_weight
 from .cache import KimiK3Cache
 from .checkpoint import CheckpointMixin
 from .configuration_kimi3 import KimiK3Config
@@ -71,9 +71,9 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         self.has_attn_res = config.attn_res_block_size is not None
         self.starts_block = self.has_attn_res and layer_idx % config.attn_res_block_size == 0
         if self.has_attn_res:
-            self.self_attention_res_norm = KimiK3RMSNorm(config.hidden_size, ATTN_RES_EPS)
+            self.self_attention_res_norm = ResidualNorm(config.hidden_size)
             self.self_attention_res_proj = ResidualQuery(config.hidden_size)
-            self.mlp_res_norm = KimiK3RMSNorm(config.hidden_size, ATTN_RES_EPS)
+            self.mlp_res_norm = ResidualNorm(config.hidden_size)
             self.mlp_res_proj = ResidualQuery(config.hidden_size)
             self.self_attention_res_mix = AttentionResidualMix()
             self.mlp_res_mix = AttentionResidualMix()
@@ -108,9 +108,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         running, inv_rms_known = hidden_states, block_inv_rms
         mixed = running
         if blocks:
-            mixed, _ = self.self_attention_res_mix(
-                [*blocks, running], self.self_attention_res_norm, self.self_attention_res_proj, [*inv_rms_known, None]
-            )
+            weight = score_weight(self.self_attention_res_norm, self.self_attention_res_proj)
+            mixed, _ = self.self_attention_res_mix([*blocks, running], weight, [*inv_rms_known, None])
         attended = self._attend(mixed, attention_mask, layout, cache, **kwargs)
         if self.starts_block:
             # The running sum becomes a source of its own; what this layer adds starts the next one.
@@ -118,7 +117,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
             running = attended
         else:
             running = running + attended
-        mixed, _ = self.mlp_res_mix([*blocks, running], self.mlp_res_norm, self.mlp_res_proj, [*inv_rms_known, None])
+        weight = score_weight(self.mlp_res_norm, self.mlp_res_proj)
+        mixed, _ = self.mlp_res_mix([*blocks, running], weight, [*inv_rms_known, None])
         return running + self._feed_forward(mixed)
 
     def _attend(
@@ -221,7 +221,7 @@ class KimiK3Model(KimiK3PreTrainedModel):
         self.layers = nn.ModuleList([KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.has_attn_res = config.attn_res_block_size is not None
         if self.has_attn_res:
-            self.output_attn_res_norm = KimiK3RMSNorm(config.hidden_size, ATTN_RES_EPS)
+            self.output_attn_res_norm = ResidualNorm(config.hidden_size)
             self.output_attn_res_proj = ResidualQuery(config.hidden_size)
             self.output_attn_res_mix = AttentionResidualMix()
         self.norm = KimiK3RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -291,9 +291,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
                 blocks = (*blocks, incoming)
                 block_inv_rms = (*block_inv_rms, inv_rms(incoming.detach(), ATTN_RES_EPS))
         if self.has_attn_res:
-            hidden_states, _ = self.output_attn_res_mix(
-                [*blocks, hidden_states], self.output_attn_res_norm, self.output_attn_res_proj, [*block_inv_rms, None]
-            )
+            weight = score_weight(self.output_attn_res_norm, self.output_attn_res_proj)
+            hidden_states, _ = self.output_attn_res_mix([*blocks, hidden_states], weight, [*block_inv_rms, None])
         return KimiK3ModelOutput(last_hidden_state=self.norm(hidden_states), cache=cache)
 
 

@@ -10,10 +10,10 @@ from torch import nn
 
 
 class KeepPrecision(nn.Module):
-    """Mixin: parameters that `.to` moves but never narrows.
+    """Mixin: parameters that `.to` moves but never makes narrower than float32.
 
-    Casting to a wider type (`.double()`) is let through, so that a whole model can run in float64. Children are
-    treated as they themselves decide.
+    Casting to a wider type (`.double()`) and back is let through, so that a whole model can run in float64. Children
+    are treated as they themselves decide.
     """
 
     # Names among the module's own parameters; None protects all of them.
@@ -29,8 +29,9 @@ class KeepPrecision(nn.Module):
         def guarded(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)
             protected = any(tensor is parameter or tensor is parameter.grad for parameter in kept)
-            if protected and result.dtype.itemsize < tensor.dtype.itemsize:
-                return tensor.to(result.device)
+            floor = min(tensor.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
+            if protected and result.dtype.itemsize < floor.itemsize:
+                return tensor.to(result.device, floor)
             return result
 
         return super()._apply(guarded, recurse=False)
@@ -60,9 +61,12 @@ def effective_weight(linear: nn.Module) -> torch.Tensor:
     `nn.Linear`: an adapter, a quantised layer or an offloaded one keeps something else there, so what the module
     does to the unit vectors is taken instead. Gradients flow to whatever the module trains.
     """
-    plain = type(linear).forward is nn.Linear.forward and "forward" not in vars(linear)
-    if plain and linear.weight.device.type != "meta":
-        return linear.weight
+    # accelerate's hooks, which every module has once a model is spread over devices, keep the module's own forward.
+    forward = vars(linear).get("_old_forward", linear.forward)
+    if getattr(forward, "__func__", None) is nn.Linear.forward:
+        weight = linear.weight
+        if type(weight) in (torch.Tensor, nn.Parameter) and weight.device.type != "meta":
+            return weight
     probe = next(linear.parameters())
     dtype = probe.dtype if probe.is_floating_point() else torch.get_default_dtype()
     device = getattr(getattr(linear, "_hf_hook", None), "execution_device", None) or probe.device

@@ -45,7 +45,8 @@ class KimiMxfp4Config(Mxfp4Config):
 class KimiMxfp4Dequantize(ConversionOps):
     """`weight_packed [O, I/2]` and `weight_scale [O, I/32]` of each expert to `weight [O, I]` in the model's dtype.
 
-    Keys stay the sources' own, one per projection, since the stacking that follows tells them apart by these.
+    Experts that are dense in spite of the config, as in dequantised copies that kept it, pass through. Keys stay the
+    sources' own, one per projection, since the stacking that follows tells them apart by these.
     """
 
     def __init__(self, hf_quantizer: HfQuantizer):
@@ -54,13 +55,12 @@ class KimiMxfp4Dequantize(ConversionOps):
     def convert(self, input_dict, source_patterns, target_patterns, model=None, full_layer_name=None, **kwargs):
         dtype = model.get_parameter(full_layer_name).dtype
         decoded: dict[str, list[torch.Tensor]] = {}
-        for key, packed in input_dict.items():
-            if not key.endswith("weight_packed"):
-                continue
-            scales = input_dict[key.removesuffix("packed") + "scale"]
-            if len(packed) != len(scales):
-                raise ValueError(f"{full_layer_name}: {len(packed)} packed experts, but {len(scales)} scales.")
-            decoded[key] = [mxfp4_decode(p, s, dtype) for p, s in zip(packed, scales)]
+        for key, tensors in input_dict.items():
+            if key.endswith("weight"):
+                decoded[key] = [tensor.to(dtype) for tensor in tensors]
+            elif key.endswith("weight_packed"):
+                scales = input_dict[key.removesuffix("packed") + "scale"]
+                decoded[key] = [mxfp4_decode(packed, scale, dtype) for packed, scale in zip(tensors, scales)]
         return decoded
 
     @property
@@ -72,7 +72,7 @@ class KimiMxfp4Quantizer(HfQuantizer):
     """Loads MXFP4 experts; which tensors are packed is read from their names, not from the config's ignore list."""
 
     requires_calibration = False
-    serialized_names = {"weight": ["weight_packed", "weight_scale"]}
+    serialized_names = {"weight": ["weight", "weight_packed", "weight_scale"]}
 
     def get_load_operations(self) -> dict:
         return {"dequantize": KimiMxfp4Dequantize}

@@ -8,7 +8,7 @@ are cut apart.
 Shapes: B batch, T time, N sequences, M real tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -35,6 +35,10 @@ class PaddedLayout:
         mask = mask.bool()
         order = torch.argsort((~mask).to(torch.uint8), dim=-1, stable=True)
         return cls(mask, order, torch.argsort(order, dim=-1), mask.sum(dim=-1))
+
+    def to(self, device: torch.device | int | str) -> "PaddedLayout":
+        """On another device, as accelerate asks of what enters a layer that lies there."""
+        return PaddedLayout(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def compact(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, T, D]` to `[B, T, D]`, each row's real tokens first, in their order."""
@@ -81,6 +85,11 @@ class PackedLayout:
         starts[1:] = (keys[1:] != keys[:-1]).any(dim=-1)
         end = torch.tensor([keys.shape[0]], device=keys.device)
         return cls(indices, torch.cat([starts.nonzero().squeeze(-1), end]), (batch, time))
+
+    def to(self, device: torch.device | int | str) -> "PackedLayout":
+        """On another device, as accelerate asks of what enters a layer that lies there."""
+        indices = None if self.indices is None else self.indices.to(device)
+        return PackedLayout(indices, self.cu_seqlens.to(device), self.shape)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """`[B, T, D]` to `[1, M, D]`."""

@@ -73,7 +73,14 @@ GENERATED = {
     "__repr__",
     "__annotations__",
 }
-GENERATED |= {"__abstractmethods__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__", "__match_args__"}
+GENERATED |= {
+    "__abstractmethods__",
+    "__slotnames__",
+    "_abc_impl",
+    "__dataclass_fields__",
+    "__dataclass_params__",
+    "__match_args__",
+}
 
 
 def test_list_of_overridden_members_is_complete():
