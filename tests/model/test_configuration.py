@@ -1,4 +1,4 @@
-"""KimiK3Config: the three released forms, round trips, defaults, presets, and every refusal."""
+"""KimiK3Config: reading the three released forms, round trips of our own, defaults and presets."""
 
 import copy
 import json
@@ -93,6 +93,11 @@ def test_missing_keys_of_a_released_file_mean_absent(released):
         assert config.num_shared_experts == 0
         assert config.num_key_value_heads == 2
         assert config.bos_token_id is None
+        assert config.moe_renormalize is True
+        assert config.use_grouped_topk is True
+        assert config.use_cache is True
+        assert config.tie_word_embeddings is False
+        assert config.max_position_embeddings == 1048576
 
 
 def test_kimi_linear_keeps_what_nothing_is_computed_from(golden):
@@ -162,8 +167,32 @@ def test_native_keys_that_disagree_with_the_lists(released):
     text = flat(released)
     with pytest.raises(ValueError, match=r"linear_attn_config\.kda_layers is \[1, 2\], but layer_types"):
         KimiK3Config(**text, layer_types=["linear_attention", "full_attention", "full_attention"])
-    with pytest.raises(ValueError, match="mlp_layer_types"):
-        KimiK3Config(**text, mlp_layer_types=["dense", "sparse", "dense"])
+    for kinds in (["dense", "sparse", "dense"], ["dense", "dense", "sparse"], ["sparse"] * 3):
+        with pytest.raises(ValueError, match=r"mlp_layer_types is .*: expected first_k_dense_replace \(1\)"):
+            KimiK3Config(**text, mlp_layer_types=kinds)
+    with pytest.raises(ValueError, match="linear_attn_config is 'kda'"):
+        KimiK3Config(**{**text, "linear_attn_config": "kda"}, layer_types=["full_attention"] * 3)
+
+
+def test_native_keys_that_agree_with_the_lists(released):
+    text = flat(released)
+    kinds = ["linear_attention", "linear_attention", "full_attention"]
+    config = KimiK3Config(**text, layer_types=kinds, mlp_layer_types=["dense", "sparse", "sparse"])
+    assert (config.layer_types, config.kda_num_heads, config.first_k_dense_replace) == (kinds, 3, 1)
+    del text["first_k_dense_replace"]
+    assert KimiK3Config(**text, mlp_layer_types=["dense"] * 3).first_k_dense_replace == 3
+
+
+def test_what_is_about_the_file_is_not_taken_for_the_model(released):
+    released["text_config"] |= {"_name_or_path": "elsewhere", "transformers_version": "4.56.2"}
+    config = KimiK3Config(**released)
+    assert config.name_or_path == ""
+    assert config.to_release_dict() == released
+
+
+def test_the_older_name_of_the_context_length_may_differ(released):
+    released["text_config"] |= {"max_position_embeddings": 4096, "model_max_length": 1048576}
+    assert KimiK3Config(**released).max_position_embeddings == 4096
 
 
 @pytest.mark.parametrize(
@@ -175,6 +204,7 @@ def test_native_keys_that_disagree_with_the_lists(released):
         ("routed_expert_hidden_size", 16),
         ("moe_router_activation_func", "softmax"),
         ("num_experts", None),
+        ("moe_layer_freq", 2),
         ("gate_lower_bound", -5.0),
         ("use_full_rank_gate", True),
     ],
@@ -198,50 +228,6 @@ def test_a_kimi_linear_config_from_auto_config_builds_the_native_model(golden):
         model = AutoModelForCausalLM.from_config(config)
     assert type(model).__module__.startswith("transformers.")
     assert type(AutoConfig.for_model("kimi_linear")) is KimiLinearConfig
-
-
-# Writing back what has changed
-
-
-def test_changes_reach_the_released_file_and_nothing_else_does(released):
-    config = KimiK3Config(**released)
-    config.num_experts_per_token = 3
-    config.eos_token_id = 9
-    config.gate_lower_bound = -4.0
-    config.dtype = torch.float32
-    written = config.to_release_dict()
-    expected = copy.deepcopy(released)
-    expected["eos_token_id"] = expected["text_config"]["eos_token_id"] = 9
-    expected["dtype"] = expected["text_config"]["dtype"] = "float32"
-    expected["text_config"]["num_experts_per_token"] = 3
-    expected["text_config"]["linear_attn_config"]["gate_lower_bound"] = -4.0
-    assert written == expected
-    again = KimiK3Config(**written)
-    assert again.to_dict() | {"release_config": None} == config.to_dict() | {"release_config": None}
-
-
-@pytest.mark.parametrize("overrides", [{}, {"num_experts": None}, {"q_lora_rank": None, "attn_res_block_size": None}])
-def test_a_config_from_no_file_is_written_as_a_composite_one(overrides):
-    config = KimiK3Config.from_preset("tiny-1m", **overrides)
-    written = json.loads(json.dumps(config.to_release_dict()))
-    assert written["architectures"] == ["KimiK3ForConditionalGeneration"]
-    assert written["text_config"]["model_type"] == "kimi_linear"
-    again = KimiK3Config(**written)
-    ignored = {"release_config": None, "max_position_embeddings": None}
-    if config.num_experts is None:
-        ignored |= dict.fromkeys(("num_experts_per_token", "moe_intermediate_size", "routed_expert_hidden_size"))
-        ignored |= dict.fromkeys(("num_shared_experts", "latent_moe_use_norm", "topk_method", "first_k_dense_replace"))
-    assert again.to_dict() | ignored == config.to_dict() | ignored
-
-
-def test_release_layout_follows_the_mechanisms(released):
-    text = flat(released) | {"hidden_act": "silu"}
-    config = KimiK3Config(**text)
-    assert config.release_layout == "kimi_linear"
-    config.attn_res_block_size = 2
-    assert config.release_layout == "flat"
-    assert KimiK3Config(**released).release_layout == "composite"
-    assert KimiK3Config().release_layout == "composite"
 
 
 # Round trips of our own form
