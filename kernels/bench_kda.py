@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bench_frame import Group, Run
-from kimi3_kernels import kda_chunk, kda_recurrent, kda_step, l2norm
+from kimi3_kernels import kda_chunk, kda_recurrent, kda_step, l2norm, native
 
 BOUND = -5.0
 HEADS, WIDTH = 8, 128
@@ -54,6 +54,15 @@ def _prefill_group(op: str, length: int, gate: str, grad: bool = False) -> Group
     return Group(op, f"T={length} H={HEADS} K=V={WIDTH} {gate} gate", backends)
 
 
+def plain_step(*args: Tensor) -> Tensor:
+    """`kda_step` in plain torch, also once the C++ operator is built."""
+    built, native._built = native._built, False
+    try:
+        return kda_step(*args)
+    finally:
+        native._built = built
+
+
 def _step(backend: str, batch: int) -> Run:
     from transformers.models.glm5_next import modeling_glm5_next as peer
 
@@ -68,15 +77,18 @@ def _step(backend: str, batch: int) -> Run:
         "transformers recurrent": lambda: peer.recurrent_kimi_delta_attention(
             q1, k1, v1, g1, beta1, next(states), True
         ),
-        "kda_step": lambda: kda_step(q, k, v, g, beta, next(states)),
+        "kda_step": lambda: plain_step(q, k, v, g, beta, next(states)),
+        "kda_step, C++": lambda: native.kda_step(q, k, v, g, beta, next(states), WIDTH**-0.5),
         "in-place scale": lambda: next(states).mul_(0.999),
     }
+    if backend == "kda_step, C++":
+        native.build()
     call = torch.no_grad()(calls[backend])
     return lambda: [call() for _ in range(16)]
 
 
 def _step_group(batch: int) -> Group:
-    names = ["transformers recurrent", "kda_step", "in-place scale"]
+    names = ["transformers recurrent", "kda_step", "kda_step, C++", "in-place scale"]
     backends = {n: (lambda n=n: _step(n, batch)) for n in names}
     return Group("kda_step x16", f"B={batch} H=96 K=V={WIDTH}", backends, limit="in-place scale", memory=False)
 

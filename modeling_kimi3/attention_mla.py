@@ -230,4 +230,6 @@ def _per_row_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     (at k = 576 and n = 32768 in bfloat16 it takes seven times as long)."""
     if a.device.type != "cpu" or is_tracing(a):
         return torch.bmm(a, b)
+    if a.shape[0] == 1:
+        return (a[0] @ b[0]).unsqueeze(0)
     return torch.stack([x @ y for x, y in zip(a, b)])

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import native
 from .kda_forward import kda_chunk
 from .kda_layout import STATE_CACHE, check_inputs, sequence_bounds
 from .precision import compute_dtype
@@ -153,6 +154,8 @@ def kda_step(
             f"expected contiguous {(batch, heads, width, v.shape[-1])}"
         )
     scale = width**-0.5 if scale is None else scale
+    if native.takes_kda_step(state):
+        return native.kda_step(q, k, v, g, beta, state, scale).to(v.dtype)
     dtype, rows = state.dtype, batch * heads
     key, rate = k.to(dtype).reshape(rows, 1, width), beta.to(dtype).reshape(rows, 1, 1)
     parts = (
