@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench_frame import Group, Run
-from kimi3_kernels import attn_res_mix, inv_rms
+from kimi3_kernels import attn_res_mix, inv_rms, short_conv, short_conv_step
 
 EPS = 1e-5
 
@@ -49,10 +49,65 @@ def _mix_group(rows: int, count: int, width: int, dtype: torch.dtype, grad: bool
     return Group(op, shape, backends, limit=None if grad else "one read", memory=rows > 64)
 
 
+def _conv(backend: str, length: int, channels: int, dtype: torch.dtype, grad: bool) -> Run:
+    from transformers.models.glm5_next import modeling_glm5_next as peer
+
+    torch.manual_seed(0)
+    x = torch.randn(1, length, channels).to(dtype).requires_grad_(grad)
+    weight = torch.randn(channels, 1, 4).requires_grad_(grad)
+    borders = torch.arange(0, length + 1, 128)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "transformers": lambda: peer.causal_conv1d_fn(x.transpose(1, 2), weight[:, 0], activation="silu").transpose(
+            1, 2
+        ),
+        "short_conv": lambda: short_conv(x, weight)[0],
+        "short_conv, packed by 128": lambda: short_conv(x, weight, cu_seqlens=borders)[0],
+        "copy": lambda: x.clone(),
+    }
+    call = calls[backend]
+    if not grad:
+        return torch.no_grad()(call)
+    upstream = torch.randn_like(x)
+    return lambda: torch.autograd.grad(call(), [x, weight], upstream)
+
+
+def _conv_group(length: int, channels: int, dtype: torch.dtype, grad: bool = False) -> Group:
+    names = ["transformers", "short_conv", "short_conv, packed by 128", *([] if grad else ["copy"])]
+    backends = {n: (lambda n=n: _conv(n, length, channels, dtype, grad)) for n in names}
+    op = "short_conv forward+backward" if grad else "short_conv"
+    shape = f"[1, {length}, {channels}] W=4 {str(dtype).removeprefix('torch.')}"
+    return Group(op, shape, backends, limit=None if grad else "copy")
+
+
+def _conv_step(backend: str, batch: int, channels: int, dtype: torch.dtype) -> Run:
+    from transformers.models.glm5_next import modeling_glm5_next as peer
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(batch, channels).to(dtype), torch.randn(channels, 4).to(dtype)
+    state = torch.zeros(batch, channels, 3, dtype=dtype)
+    calls = {
+        "transformers": lambda: peer.causal_conv1d_update(x.unsqueeze(-1), state, weight, None, "silu"),
+        "short_conv_step": lambda: short_conv_step(x, weight, state),
+    }
+    call = torch.no_grad()(calls[backend])
+    return lambda: [call() for _ in range(16)]
+
+
+def _conv_step_group(batch: int, channels: int, dtype: torch.dtype) -> Group:
+    backends = {n: (lambda n=n: _conv_step(n, batch, channels, dtype)) for n in ("transformers", "short_conv_step")}
+    shape = f"[{batch}, {channels}] W=4 {str(dtype).removeprefix('torch.')}"
+    return Group("short_conv_step x16", shape, backends, memory=False)
+
+
 GROUPS = [
     _mix_group(2048, 9, 7168, torch.float32),
     _mix_group(2048, 9, 7168, torch.bfloat16),
     _mix_group(4096, 9, 512, torch.float32),
     _mix_group(1024, 9, 2048, torch.float32, grad=True),
     *(_mix_group(rows, 9, 7168, dtype) for rows in (1, 16) for dtype in (torch.float32, torch.bfloat16)),
+    *(_conv_group(2048, 12288, dtype) for dtype in (torch.float32, torch.bfloat16)),
+    _conv_group(2048, 512, torch.float32),
+    _conv_group(1024, 4096, torch.float32, grad=True),
+    *(_conv_step_group(1, 36864, dtype) for dtype in (torch.float32, torch.bfloat16)),
+    _conv_step_group(1, 1536, torch.float32),
 ]

@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from .blocks import block_elements, spans
 from .precision import compute_dtype, no_autocast
 
-# Elements of one source in a block of rows: 1 MiB in float32, so that ten sources fit in a last-level cache.
-BLOCK_ELEMENTS = 2**18
 # A matrix-vector product adds up its columns in turn: over 7168 of them that alone is 1e-6 of the score.
 SCORE_COLUMNS = 2**11
 # Up to this many elements of one source (nine rows of 7168) the stacked form is as fast or faster.
@@ -116,9 +115,9 @@ def _scores(block: Tensor, query: Tensor) -> Tensor:
     return scores
 
 
-def _blocks(rows: int, width: int) -> Iterator[slice]:
-    step = max(1, BLOCK_ELEMENTS // max(width, 1))
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+def _row_blocks(rows: Tensor) -> Iterator[slice]:
+    count, width = rows.shape
+    return spans(count, block_elements(rows.device.type) // max(1, width))
 
 
 class _Upcast:
@@ -156,7 +155,7 @@ def _mix(
             if values.numel():
                 flat_scales[:, index] = values.reshape(-1)
         upcast = _Upcast(dtype)
-        for span in _blocks(out.shape[0], width):
+        for span in _row_blocks(out):
             blocks = [upcast(index, source[span]) for index, source in enumerate(rows)]
             for index, block in enumerate(blocks):
                 if not known[index].numel():
@@ -211,7 +210,7 @@ def _mix_backward(
         upstream = None if d_mixed is None else d_mixed.reshape(-1, width)
         d_shares = None if d_probs is None else d_probs.reshape(-1, count)
         upcast = _Upcast(dtype)
-        for span in _blocks(rows[0].shape[0], width):
+        for span in _row_blocks(rows[0]):
             blocks = [upcast(index, source[span]) for index, source in enumerate(rows)]
             shares, room = probs[span], upcast.room(-1, rows[0][span])
             gain = torch.zeros_like(shares) if d_shares is None else d_shares[span]

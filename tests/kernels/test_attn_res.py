@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kimi3_kernels import attn_res as module
-from kimi3_kernels import attn_res_mix, attn_res_mix_ref, inv_rms
+from kimi3_kernels import attn_res_mix, attn_res_mix_ref, blocks, inv_rms
 
 EPS = 1e-5
 
@@ -13,14 +13,14 @@ EPS = 1e-5
 def path(request, monkeypatch):
     """Both ways to compute it (with gradients it is always the operator), in blocks of three rows: several of them."""
     monkeypatch.setattr(module, "FEW_ELEMENTS", 0 if request.param == "operator" else 2**40)
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 3 * 16)
+    monkeypatch.setattr(blocks, "CPU_ELEMENTS", 3 * 16)
     return request.param
 
 
 @pytest.fixture
 def operator(monkeypatch):
     monkeypatch.setattr(module, "FEW_ELEMENTS", 0)
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", 3 * 16)
+    monkeypatch.setattr(blocks, "CPU_ELEMENTS", 3 * 16)
 
 
 def make(count=4, shape=(2, 5, 16), dtype=torch.float64, seed=0):
