@@ -5,11 +5,13 @@ import os
 import re
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
-from .weight_mapping import release_conversions
+from .weight_mapping import WIDE, release_conversions
 
 _SHOWN = 8
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 def _list(names) -> str:
@@ -45,17 +47,33 @@ def _problems(info, ignore_mismatched_sizes: bool) -> list[str]:
     return problems
 
 
+def _stored_dtypes(files) -> dict[str, torch.dtype]:
+    """In which dtype safetensors files hold each kind of the parameters that a narrow model keeps in float32."""
+    found: dict[str, torch.dtype] = {}
+    for file in files or ():
+        if not str(file).endswith(".safetensors"):
+            continue
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():
+                kind = next((kind for kind in WIDE if name.endswith(kind)), None)
+                if kind is not None and kind not in found:
+                    found[kind] = _DTYPES[handle.get_slice(name).get_dtype()]
+    return found
+
+
 class CheckpointMixin:
     """`from_pretrained` and `save_pretrained` of all K3 models."""
 
     @classmethod
     def _load_pretrained_model(cls, model, state_dict, checkpoint_files, load_config, *args, **kwargs):
-        """As in transformers, but a damaged file is named.
+        """As in transformers, but a damaged file is named, and the stored dtypes are kept for the way back.
 
         Raises:
             ValueError: a safetensors file cannot be read.
         """
         try:
+            if found := _stored_dtypes(checkpoint_files):
+                model._stored_dtypes = found
             return super()._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         except SafetensorError as error:
             for file in checkpoint_files or ():

@@ -307,6 +307,9 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        # What the bare decoder may overlook; `post_init` collects the lists of all submodels.
+        self._keys_to_ignore_on_load_unexpected -= set(KimiK3Model._keys_to_ignore_on_load_unexpected)
+        self._keys_to_ignore_on_load_unexpected |= set(KimiK3PreTrainedModel._keys_to_ignore_on_load_unexpected)
 
     @can_return_tuple
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")

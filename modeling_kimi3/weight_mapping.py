@@ -34,23 +34,39 @@ from .configuration_kimi3 import KimiK3Config
 A_LOG_MULTIPLE = 128
 
 
+# Parameters that stay float32 in a narrower model; files hold them as float32 or in the model's dtype.
+WIDE = (
+    "self_attn.A_log",
+    "self_attn.dt_bias",
+    "gate.e_score_correction_bias",
+    "conv1d.weight",
+    "self_attn.o_norm.weight",
+)
+
+
 class _OneToOne(ConversionOps):
     """An operation on a single tensor."""
 
-    def convert(self, input_dict, source_patterns, target_patterns, config=None, full_layer_name=None, **kwargs):
+    def convert(self, input_dict, source_patterns, target_patterns, model=None, full_layer_name=None, **kwargs):
         (value,) = input_dict.values()
         tensor = value[0] if isinstance(value, list) else value
-        return {target_patterns[0]: self.apply(tensor, config, full_layer_name)}
+        return {target_patterns[0]: self.apply(tensor, model, full_layer_name)}
 
-    def apply(self, tensor: torch.Tensor, config: KimiK3Config, name: str) -> torch.Tensor:
+    def apply(self, tensor: torch.Tensor, model: PreTrainedModel, name: str) -> torch.Tensor:
         raise NotImplementedError
 
 
-class SliceHeads(_OneToOne):
-    """`A_log` of any stored shape to `[H]`."""
+class LoadWide(_OneToOne):
+    """One of the parameters `WIDE` in any form that files hold to the model's."""
 
-    def apply(self, tensor, config, name):
-        heads = config.kda_num_heads
+    def apply(self, tensor, model, name):
+        if name.endswith("A_log"):
+            return self._slice(tensor, model.config.kda_num_heads, name)
+        # Convolution taps, with or without their middle dimension.
+        return tensor.unsqueeze(1) if name.endswith("conv1d.weight") and tensor.dim() == 2 else tensor
+
+    @staticmethod
+    def _slice(tensor: torch.Tensor, heads: int, name: str) -> torch.Tensor:
         flat = tensor.reshape(-1)
         if flat.numel() not in (heads, -(-heads // A_LOG_MULTIPLE) * A_LOG_MULTIPLE):
             raise ValueError(
@@ -61,42 +77,28 @@ class SliceHeads(_OneToOne):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return PadHeads()
-
-
-class PadHeads(_OneToOne):
-    """`A_log [H]` to the shape that the release layout stores."""
-
-    def apply(self, tensor, config, name):
-        if config.release_layout == "kimi_linear":
-            return tensor.reshape(1, 1, -1, 1)
-        if config.release_layout == "flat":
-            return tensor
-        return nn.functional.pad(tensor, (0, -tensor.numel() % A_LOG_MULTIPLE))
-
-    @property
-    def reverse_op(self) -> ConversionOps:
-        return SliceHeads()
-
-
-class LoadWide(_OneToOne):
-    """Parameters held in float32: convolution taps (with or without their middle dimension) and `o_norm`."""
-
-    def apply(self, tensor, config, name):
-        return tensor.unsqueeze(1) if name.endswith("conv1d.weight") and tensor.dim() == 2 else tensor
-
-    @property
-    def reverse_op(self) -> ConversionOps:
         return StoreWide()
 
 
 class StoreWide(_OneToOne):
-    """Kimi-Linear stores these in the model's dtype, K3 in float32."""
+    """The way back, to the shape and dtype of the release layout.
 
-    def apply(self, tensor, config, name):
-        if config.release_layout == "kimi_linear" and config.dtype is not None:
-            dtype = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype)
-            return tensor.to(dtype)
+    The dtype is that of the files that the model was loaded from, or else what the layout has: Kimi-Linear the
+    model's, K3 float32. Values that it cannot hold, as after training, stay float32.
+    """
+
+    def apply(self, tensor, model, name):
+        layout = model.config.release_layout
+        kind = next(kind for kind in WIDE if name.endswith(kind))
+        default = model.dtype if layout == "kimi_linear" and name.endswith(".weight") else tensor.dtype
+        dtype = getattr(model, "_stored_dtypes", {}).get(kind, default)
+        if dtype.itemsize < tensor.dtype.itemsize and model.dtype.itemsize <= dtype.itemsize:
+            narrow = tensor.to(dtype)
+            tensor = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+        if kind == "self_attn.A_log" and layout == "kimi_linear":
+            return tensor.reshape(1, 1, -1, 1)
+        if kind == "self_attn.A_log" and layout == "composite":
+            return nn.functional.pad(tensor, (0, -tensor.numel() % A_LOG_MULTIPLE))
         return tensor
 
     @property
@@ -177,9 +179,7 @@ def weight_conversions(prefix: str = "language_model") -> list[WeightTransform]:
         PrefixChange(prefix_to_remove=prefix),
         # transformers' native Kimi-Linear saves its dense layers under the experts' name.
         WeightRenaming(r"block_sparse_moe\.(gate_proj|up_proj|down_proj)\.", r"mlp.\1."),
-        WeightConverter(r"self_attn.A_log", r"self_attn.A_log", [SliceHeads()]),
-        WeightConverter(r"conv1d.weight", r"conv1d.weight", [LoadWide()]),
-        WeightConverter(r"self_attn.o_norm.weight", r"self_attn.o_norm.weight", [LoadWide()]),
+        *(WeightConverter(kind, kind, [LoadWide()]) for kind in WIDE),
         ExpertsConverter(
             [r"\.experts.*.w1.weight", r"\.experts.*.w3.weight"],
             r"\.experts.gate_up_proj",
