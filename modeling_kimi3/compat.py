@@ -85,7 +85,7 @@ IMPORTED_INTERNALS = (
 
 # What the package's classes override or set in transformers' classes, by class. A test compares this with the code.
 OVERRIDDEN_MEMBERS = {
-    "transformers.cache_utils.Cache": ("crop", "get_seq_length"),
+    "transformers.cache_utils.Cache": ("crop", "get_seq_length", "reset"),
     "transformers.cache_utils.CacheLayerMixin": (
         "get_mask_sizes",
         "get_max_length",

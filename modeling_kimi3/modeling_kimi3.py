@@ -25,6 +25,7 @@ from .attention_kda import KimiDeltaAttention, KimiK3GatedRMSNorm, KimiK3ShortCo
 from .attention_mla import KimiMLAttention
 from .attn_res import ATTN_RES_EPS, AttentionResidualMix, ResidualNorm, ResidualQuery, score_weight
 from .cache import KimiK3Cache
+from .cache_quantized import quantized_cache
 from .checkpoint import CheckpointMixin
 from .configuration_kimi3 import KimiK3Config
 from .masks import build_masks
@@ -270,6 +271,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
             )
         if use_cache and cache is None and not packed:
             cache = KimiK3Cache(self.config)
+        if isinstance(cache, KimiK3Cache):
+            cache.begin_forward(self.config, inputs_embeds.shape[0], self.layers[0].input_layernorm.weight.device)
         if packed:
             kwargs["position_ids"] = position_ids
 
@@ -293,6 +296,8 @@ class KimiK3Model(KimiK3PreTrainedModel):
         if self.has_attn_res:
             weight = score_weight(self.output_attn_res_norm, self.output_attn_res_proj)
             hidden_states, _ = self.output_attn_res_mix([*blocks, hidden_states], weight, [*block_inv_rms, None])
+        if isinstance(cache, KimiK3Cache):
+            cache.end_forward()
         return KimiK3ModelOutput(last_hidden_state=self.norm(hidden_states), cache=cache)
 
 
@@ -357,11 +362,19 @@ class KimiK3ForCausalLM(KimiK3PreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         """Hands out a `KimiK3Cache` where transformers would make its own dynamic cache."""
-        wanted = (
-            generation_config.cache_implementation in (None, "dynamic") and generation_config.use_cache is not False
-        )
-        if wanted and model_kwargs.get("cache") is None:
-            model_kwargs["cache"] = KimiK3Cache(self.config)
+        kind = generation_config.cache_implementation
+        if generation_config.use_cache is not False and model_kwargs.get("cache") is None:
+            if kind in (None, "dynamic"):
+                model_kwargs["cache"] = KimiK3Cache(self.config)
+            elif kind == "quantized":
+                model_kwargs["cache"] = quantized_cache(self.config, generation_config.cache_config)
+                # What is already made must not be asked for as well.
+                generation_config.cache_implementation = None
+            elif "offloaded" in kind and self.device.type == "cpu":
+                raise ValueError(
+                    f"cache_implementation='{kind}' needs an accelerator, but the model is on cpu: there is nowhere "
+                    "to offload to. Leave cache_implementation out."
+                )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if generation_config.is_assistant and isinstance(model_kwargs.get("cache"), KimiK3Cache):
             # All drafted tokens may be turned down, and they were seen one by one.

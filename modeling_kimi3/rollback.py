@@ -7,6 +7,7 @@ the state once every `window` tokens; memory is three states instead of one, plu
 Shapes: B batch, n logged tokens, C convolved channels, H heads, K key dim, V value dim, W convolution taps.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -149,6 +150,12 @@ class RollbackWindow:
             checkpoint = self._oldest.advanced(self._log.between(0, kept), self.width)
         self._length = kept
         return checkpoint
+
+    def clone(self) -> "RollbackWindow":
+        """An independent copy."""
+        other = copy.copy(self)
+        other.map(torch.clone)
+        return other
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Applies `fn` to every tensor held (batch selection, moves)."""
