@@ -276,7 +276,8 @@ class KimiK3Config(PreTrainedConfig):
         values = read_release(config_dict) if is_release_dict(config_dict) else dict(config_dict)
         names = {field.name for field in fields(cls)} | set(LINEAR_ATTN_PROPERTIES)
         if kwargs.get("dtype") == "auto":
-            names.remove("dtype")
+            # What the file says; transformers would keep the word itself.
+            del kwargs["dtype"]
         for key in list(kwargs):
             if ALIASES.get(key, key) in names:
                 values[ALIASES.get(key, key)] = kwargs.pop(key)

@@ -277,6 +277,9 @@ def test_keyword_overrides_are_set_together_and_validated(golden):
     assert config.full_attn_layers == list(range(1, 9)) and config.kda_layers == []
     with pytest.raises(ValueError, match=r"num_hidden_layers \(5\)"):
         AutoConfig.from_pretrained(path, num_hidden_layers=5)
+    with pytest.raises(ValueError, match=r"quantization_config\.quant_method is 'fp8'"):
+        KimiK3Config.from_pretrained(path, quantization_config={"quant_method": "fp8"})
+    assert KimiK3Config.from_pretrained(path, dtype="auto").dtype == torch.bfloat16
     with pytest.raises(ValueError, match="num_experts_per_token is 99"):
         KimiK3Config.from_pretrained(path, num_experts_per_token=99)
 
@@ -288,6 +291,10 @@ def test_validate_sees_what_was_set_later(tmp_path):
         config.validate()
     with pytest.raises(ValueError, match="num_experts_per_token is 9"):
         config.save_pretrained(tmp_path)
+    config = KimiK3Config.from_preset("tiny-1m")
+    config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match=r"quantization_config\.quant_method is 'fp8'"):
+        config.validate()
     config = KimiK3Config.from_preset("tiny-1m")
     config.sliding_window = 128
     with pytest.raises(ValueError, match="sliding_window is 128"):
@@ -313,6 +320,9 @@ def test_defaults_are_the_released_k3():
     assert (config.activation_situ_beta, config.activation_situ_linear_beta) == (4.0, 25.0)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (163584, 163586, 163839)
     assert config.max_position_embeddings == 1048576
+    assert (config.use_cache, config.tie_word_embeddings, config.moe_renormalize) == (True, False, True)
+    assert [config.is_moe_layer(i) for i in range(93)] == [False] + [True] * 92
+    assert not any(KimiK3Config(num_experts=None).is_moe_layer(i) for i in range(93))
 
 
 def test_layer_kinds_come_from_the_lists():
@@ -335,12 +345,15 @@ def test_one_list_may_be_empty(kind):
     )
     config = KimiK3Config(num_hidden_layers=2, linear_attn_config=linear, **sizes)
     assert len(set(config.layer_types)) == 1
+    assert config.qk_head_dim == (0 if sizes else 192)
     assert KimiK3Config(**config.to_dict()) == config
 
 
 def test_ids_beyond_a_small_vocabulary_are_not_made_up():
     config = KimiK3Config(vocab_size=100)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
+    config = KimiK3Config(vocab_size=163839)
+    assert (config.bos_token_id, config.pad_token_id) == (163584, None)
     config = KimiK3Config(num_experts=None)
     assert (config.num_experts_per_token, config.num_shared_experts, config.latent_moe_use_norm) == (None, 0, False)
 
