@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench_frame import Group, Run
-from kimi3_kernels import attn_res_mix, inv_rms, short_conv, short_conv_step
+from kimi3_kernels import attn_res_mix, inv_rms, mxfp4_decode, mxfp4_encode, short_conv, short_conv_step
 
 EPS = 1e-5
 
@@ -99,6 +99,34 @@ def _conv_step_group(batch: int, channels: int, dtype: torch.dtype) -> Group:
     return Group("short_conv_step x16", shape, backends, memory=False)
 
 
+def _mxfp4(backend: str, dtype: torch.dtype) -> Run:
+    """One matrix of a released expert; a whole expert has three."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(0)
+    rows, columns = 3072, 3584
+    packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+    scale = torch.randint(110, 130, (rows, columns // 32), dtype=torch.uint8)
+    blocks, scales = packed.view(1, rows, columns // 32, 16), scale.unsqueeze(0)
+    buffer = torch.empty(rows, columns, dtype=dtype)
+    calls: dict[str, Run] = {
+        "transformers": lambda: convert_moe_packed_tensors(blocks, scales, dtype=dtype),
+        "mxfp4_decode": lambda: mxfp4_decode(packed, scale, dtype),
+        "mxfp4_decode, kept out": lambda: mxfp4_decode(packed, scale, dtype, out=buffer),
+        "mxfp4_encode": lambda: mxfp4_encode(buffer),
+        "fill": lambda: torch.empty_like(buffer).fill_(1),
+    }
+    if backend == "mxfp4_encode":
+        mxfp4_decode(packed, scale, dtype, out=buffer)
+    return calls[backend]
+
+
+def _mxfp4_group(dtype: torch.dtype) -> Group:
+    names = ["transformers", "mxfp4_decode", "mxfp4_decode, kept out", "mxfp4_encode", "fill"]
+    backends = {n: (lambda n=n: _mxfp4(n, dtype)) for n in names}
+    return Group("mxfp4", f"[3072, 3584] {str(dtype).removeprefix('torch.')}", backends, limit="fill")
+
+
 GROUPS = [
     _mix_group(2048, 9, 7168, torch.float32),
     _mix_group(2048, 9, 7168, torch.bfloat16),
@@ -110,4 +138,5 @@ GROUPS = [
     _conv_group(1024, 4096, torch.float32, grad=True),
     *(_conv_step_group(1, 36864, dtype) for dtype in (torch.float32, torch.bfloat16)),
     _conv_step_group(1, 1536, torch.float32),
+    *(_mxfp4_group(dtype) for dtype in (torch.bfloat16, torch.float32)),
 ]

@@ -106,12 +106,12 @@ def _taps(x: Tensor, weight: Tensor, activation: str | None) -> Tensor:
 def _new_state(x: Tensor, state: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """The last W-1 real inputs of each sequence, `[B or N, C, W-1]`; in a short one they begin in the old state."""
     width, time = state.shape[-1], x.shape[1]
-    if lengths is None and cu_seqlens is None:
+    if cu_seqlens is not None:
+        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+    if lengths is None:
         recent = x[:, max(time - width, 0) :].transpose(1, 2)
         return torch.cat([state[..., recent.shape[-1] :], recent], dim=-1)
     columns = torch.arange(width, device=x.device)
-    if cu_seqlens is not None:
-        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     places = lengths.to(x.device).unsqueeze(1) + columns  # in the old state followed by the tokens
     old = state.gather(2, places.clamp(max=width - 1).unsqueeze(1).expand_as(state))
     if time == 0:
