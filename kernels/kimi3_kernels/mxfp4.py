@@ -5,17 +5,21 @@ Shapes: O output rows, I input columns, R rows (all leading dims flattened).
 """
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
 
 from .blocks import block_elements, spans
+from .precision import compute_dtype
 
 GROUP = 32
 # Magnitudes by the low three bits of a code; bit 3 is the sign.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SCALE_BIAS = 127
 NAN_SCALE = 255
+# Scale bytes 0 to 254 are the exponents -127 to 127.
+LOWEST = -SCALE_BIAS
 # Exponent of the largest magnitude, 6 = 1.5 * 2^2.
 LARGEST_EXPONENT = 2
 
@@ -149,22 +153,26 @@ def _encode(weight: Tensor) -> tuple[Tensor, Tensor]:
         return packed, scale
     rows_in = weight.reshape(-1, weight.shape[-1])
     rows_packed, rows_scale = packed.view(-1, packed.shape[-1]), scale.view(-1, scale.shape[-1])
+    dtype = compute_dtype(weight)
     for rows in spans(rows_in.shape[0], block_elements(weight.device.type) // weight.shape[-1]):
-        groups = rows_in[rows].unflatten(-1, (-1, GROUP)).double()
-        largest = groups.abs().amax(dim=-1, keepdim=True)
-        exponent = torch.frexp(largest).exponent - 1 - LARGEST_EXPONENT
-        exponent = exponent.clamp(-SCALE_BIAS, NAN_SCALE - 1 - SCALE_BIAS).masked_fill(largest == 0, -SCALE_BIAS)
-        size = torch.ldexp(groups.abs(), -exponent).clamp(max=MAGNITUDES[-1])
-        # The magnitudes are multiples of 1/2 up to 2, of 1 up to 4 and of 2 up to 6, so rounding to a multiple is
-        # rounding to the nearest, and round's ties to even are ties to the even code.
-        codes = torch.where(
-            size < 2, (2 * size).round(), torch.where(size < 4, size.round() + 2, (size / 2).round() + 4)
-        )
+        groups = rows_in[rows].to(dtype).view(-1, GROUP)
+        size = groups.abs()
+        largest = size.amax(dim=-1, keepdim=True)
+        exponent = (torch.frexp(largest).exponent - 1 - LARGEST_EXPONENT).clamp(LOWEST, -LOWEST)
+        exponent = exponent.masked_fill(largest == 0, LOWEST)
+        size *= torch.ldexp(torch.ones_like(largest), -exponent)
+        codes = torch.zeros(groups.shape, dtype=torch.uint8, device=groups.device)
+        for code, (below, above) in enumerate(itertools.pairwise(MAGNITUDES)):
+            # Half way belongs to the even one of the two codes.
+            border = (below + above) / 2
+            codes += (size >= border if code % 2 else size > border).view(torch.uint8)
         broken = ~largest.isfinite()
-        codes = codes.masked_fill(broken, 0).to(torch.uint8) | (groups.signbit().to(torch.uint8) << 3)
-        pairs = codes.flatten(-2).unflatten(-1, (-1, 2))
-        rows_packed[rows] = pairs[..., 0] | (pairs[..., 1] << 4)
-        rows_scale[rows] = (exponent + SCALE_BIAS).masked_fill(broken, NAN_SCALE).squeeze(-1).to(torch.uint8)
+        codes *= (~broken).view(torch.uint8)
+        codes += groups.signbit().view(torch.uint8) << 3
+        pairs = codes.view(-1, 2)
+        rows_packed[rows] = (pairs[:, 0] | (pairs[:, 1] << 4)).view_as(rows_packed[rows])
+        bytes_ = torch.where(broken, NAN_SCALE, exponent + SCALE_BIAS).to(torch.uint8)
+        rows_scale[rows] = bytes_.view_as(rows_scale[rows])
     return packed, scale
 
 
