@@ -12,7 +12,7 @@ from kimi3_kernels import gated_rms_norm, kda_chunk, kda_gate, kda_step, l2norm,
 
 from .cache import KimiDeltaLayer
 from .configuration_kimi3 import KimiK3Config
-from .precision import KeepPrecision, upcast
+from .precision import KeepPrecision, upcast, wide_dtype
 from .rollback import Checkpoint, KdaWrites, convolution_tail
 from .sequence_layout import PackedLayout, PaddedLayout, SequenceLayout
 
@@ -31,7 +31,7 @@ class KimiK3ShortConvolution(KeepPrecision):
 
     def __init__(self, channels: int, kernel_size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, dtype=torch.float32))
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, dtype=wide_dtype()))
 
     def forward(self) -> torch.Tensor:
         return self.weight
@@ -42,7 +42,7 @@ class KimiK3GatedRMSNorm(KeepPrecision):
 
     def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
+        self.weight = nn.Parameter(torch.ones(size, dtype=wide_dtype()))
         self.eps = eps
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class KimiDeltaAttention(KeepPrecision):
     or low rank) are chosen by the config. The decay parameters stay float32.
     """
 
-    _kept_parameters = ("A_log", "dt_bias")
+    _kept_tensors = ("A_log", "dt_bias")
 
     def __init__(self, config: KimiK3Config, layer_idx: int):
         super().__init__()
@@ -77,8 +77,8 @@ class KimiDeltaAttention(KeepPrecision):
 
         self.f_a_proj = nn.Linear(config.hidden_size, self.head_dim, bias=False)
         self.f_b_proj = nn.Linear(self.head_dim, inner, bias=False)
-        self.dt_bias = nn.Parameter(torch.empty(inner, dtype=torch.float32))
-        self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(inner, dtype=wide_dtype()))
+        self.A_log = nn.Parameter(torch.empty(self.num_heads, dtype=wide_dtype()))
         self.b_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
 
         if config.use_full_rank_gate:

@@ -11,7 +11,7 @@ from transformers.utils.generic import is_tracing
 
 from .configuration_kimi3 import KimiK3Config
 from .mlp import KimiK3MLP, KimiK3RMSNorm, gated_unit
-from .precision import KeepPrecision, linear_upcast
+from .precision import KeepPrecision, linear_upcast, wide_dtype
 
 
 class KimiK3Router(KeepPrecision):
@@ -22,7 +22,7 @@ class KimiK3Router(KeepPrecision):
     """
 
     # The weight is stored in the model's dtype and upcast where it is used.
-    _kept_parameters = ("e_score_correction_bias",)
+    _kept_tensors = ("e_score_correction_bias",)
 
     def __init__(self, config: KimiK3Config):
         super().__init__()
@@ -34,9 +34,8 @@ class KimiK3Router(KeepPrecision):
         self.renormalize = config.moe_renormalize
         self.scaling_factor = config.routed_scaling_factor
         self.weight = nn.Parameter(torch.empty(self.num_experts, config.hidden_size))
-        self.e_score_correction_bias = nn.Parameter(
-            torch.zeros(self.num_experts, dtype=torch.float32), requires_grad=False
-        )
+        # A buffer: no gradient, optimizer or sharding may reach it, and loading makes every parameter trainable.
+        self.register_buffer("e_score_correction_bias", torch.zeros(self.num_experts, dtype=wide_dtype()))
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
@@ -173,7 +172,8 @@ def experts_by_device(
     """
     if hidden_states.device.type == "cpu" and not is_tracing(hidden_states):
         return _one_by_one(self, hidden_states, top_k_index, top_k_weights)
-    few = top_k_index.numel() <= _FEW_PAIRS
+    # grouped_mm has no float64.
+    few = top_k_index.numel() <= _FEW_PAIRS or hidden_states.dtype == torch.float64
     return ALL_EXPERTS_FUNCTIONS["batched_mm" if few else "grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
 
 

@@ -10,31 +10,37 @@ from torch import nn
 
 
 class KeepPrecision(nn.Module):
-    """Mixin: parameters that `.to` moves but never makes narrower than float32.
+    """Mixin: parameters and buffers that `.to` moves but never makes narrower than float32.
 
     Casting to a wider type (`.double()`) and back is let through, so that a whole model can run in float64. Children
     are treated as they themselves decide.
     """
 
-    # Names among the module's own parameters; None protects all of them.
-    _kept_parameters: tuple[str, ...] | None = None
+    # Names among the module's own parameters and buffers; None protects all of them.
+    _kept_tensors: tuple[str, ...] | None = None
 
     def _apply(self, fn, recurse=True):
         if recurse:
             for child in self.children():
                 child._apply(fn)
-        names = self._kept_parameters if self._kept_parameters is not None else tuple(self._parameters)
-        kept = [self._parameters[name] for name in names if self._parameters[name] is not None]
+        own = {**self._parameters, **self._buffers}
+        names = own if self._kept_tensors is None else self._kept_tensors
+        kept = [own[name] for name in names if own[name] is not None]
 
         def guarded(tensor: torch.Tensor) -> torch.Tensor:
             result = fn(tensor)
-            protected = any(tensor is parameter or tensor is parameter.grad for parameter in kept)
+            protected = any(tensor is keep or tensor is keep.grad for keep in kept)
             floor = min(tensor.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
             if protected and result.dtype.itemsize < floor.itemsize:
                 return tensor.to(result.device, floor)
             return result
 
         return super()._apply(guarded, recurse=False)
+
+
+def wide_dtype() -> torch.dtype:
+    """What parameters of fixed precision are made in: float32, or the default dtype where that is wider."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 def upcast(tensor: torch.Tensor) -> torch.Tensor:

@@ -75,12 +75,14 @@ def small_config() -> Callable[..., KimiK3Config]:
 
 @pytest.fixture(scope="session")
 def randomize() -> Callable[[torch.nn.Module, int], None]:
-    """Gives every parameter random values of a size at which gates, routers and mixes are far from trivial."""
+    """Gives all that a checkpoint holds random values of a size at which gates, routers and mixes are not trivial."""
 
     def fill(model: torch.nn.Module, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
+            held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            for name in (name for name in model.state_dict() if name in held):
+                parameter = held[name]
                 noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
                 if name.endswith(("norm.weight", "layernorm.weight")):
                     value = 1 + 0.2 * noise

@@ -37,10 +37,9 @@ def released_tensors(model: KimiK3ForCausalLM, packed: bool = False) -> Tensors:
     """What a composite release of `model` holds (spec section 2). The model takes on the values that are stored."""
     generator = torch.Generator().manual_seed(0)
     tensors: Tensors = {}
-    for name, parameter in model.named_parameters():
-        wide = name.endswith(FLOAT32)
-        values = parameter.data if wide else parameter.data.bfloat16()
-        parameter.data.copy_(values)
+    for name, held in model.state_dict().items():
+        values = held if name.endswith(FLOAT32) else held.bfloat16()
+        held.copy_(values)
         name = f"language_model.{name}"
         stem, _, last = name.rpartition(".")
         if last in ("gate_up_proj", "down_proj"):
@@ -51,7 +50,7 @@ def released_tensors(model: KimiK3ForCausalLM, packed: bool = False) -> Tensors:
                     if packed:
                         stored, decoded = pack(part.shape, generator)
                         rows = slice(32, None) if projection == "w3" else slice(0, 32)
-                        parameter.data[expert, rows].copy_(decoded)
+                        held[expert, rows].copy_(decoded)
                     tensors.update({f"{stem}.{expert}.{projection}.{key}": value for key, value in stored.items()})
         elif last == "A_log":
             tensors[name] = torch.nn.functional.pad(values, (0, 128 - values.numel()))
@@ -155,9 +154,9 @@ def test_convolutions_without_middle_dimension_and_a_narrow_bias(release):
                 tensors[name] = tensors[name].bfloat16()
 
     path, model = release(reshape)
-    for name, parameter in model.named_parameters():
+    for name, held in model.state_dict().items():
         if name.endswith("e_score_correction_bias"):
-            parameter.data.copy_(parameter.data.bfloat16())
+            held.copy_(held.bfloat16())
     same_weights(KimiK3ForCausalLM.from_pretrained(path, dtype=torch.float32), model)
     assert KimiK3ForCausalLM.from_pretrained(path).model.layers[
         1
@@ -389,9 +388,9 @@ def model_in(layout: str, small_config, randomize) -> tuple[KimiK3ForCausalLM, T
     model = KimiK3ForCausalLM(config).eval()
     randomize(model, 0)
     if layout == "kimi_linear":
-        for name, parameter in model.named_parameters():
+        for name, held in model.state_dict().items():
             if name.endswith(("conv1d.weight", "o_norm.weight")):
-                parameter.data.copy_(parameter.data.bfloat16())
+                held.copy_(held.bfloat16())
     tensors = {name: value for name, value in released_tensors(model).items() if name.startswith("language_model.")}
     if config.release_layout != "composite":
         tensors = {name.removeprefix("language_model."): value for name, value in tensors.items()}
