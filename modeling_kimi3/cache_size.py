@@ -140,8 +140,8 @@ def _by_layer(config: KimiK3Config, length: int, state: int, per_token: int, win
 
 
 def _element_size(config: KimiK3Config, dtype: torch.dtype | None) -> int:
-    dtype = dtype or config.dtype or torch.float32
-    return (getattr(torch, dtype) if isinstance(dtype, str) else dtype).itemsize
+    chosen = dtype or config.dtype or torch.float32
+    return (getattr(torch, chosen) if isinstance(chosen, str) else chosen).itemsize
 
 
 def _kda_bytes(config: KimiK3Config, width: int, columns: int) -> int:

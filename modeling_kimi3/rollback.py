@@ -67,7 +67,9 @@ class Checkpoint:
     state: torch.Tensor | None
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> "Checkpoint":
-        return self if self.tail is None else Checkpoint(fn(self.tail), fn(self.state))
+        if self.tail is None or self.state is None:
+            return self
+        return Checkpoint(fn(self.tail), fn(self.state))
 
     def advanced(self, writes: KdaWrites, width: int) -> "Checkpoint":
         """The checkpoint after `writes`, from the same equations that the forward pass uses."""
