@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers.models.auto.tokenization_auto import REGISTERED_TOKENIZER_CLASSES, TOKENIZER_MAPPING_NAMES
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
@@ -99,9 +99,7 @@ def build_backend(ranks: Mapping[bytes, int], special_names: list[str]) -> Token
     merges: list[tuple[str, str]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         splits = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        known = [pair for pair in splits if pair[0] in ranks and pair[1] in ranks]
-        known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        merges.extend((spell(left), spell(right)) for left, right in known)
+        merges.extend((spell(left), spell(right)) for left, right in splits if left in ranks and right in ranks)
 
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True))
@@ -112,7 +110,6 @@ def build_backend(ranks: Mapping[bytes, int], special_names: list[str]) -> Token
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)
     backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in special_names])
     for index, name in enumerate(special_names, start=len(ranks)):
         if backend.token_to_id(name) != index:
@@ -193,7 +190,6 @@ def _byte_backend() -> Tokenizer:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.ByteLevel(trim_offsets=False)
     backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in BYTE_SPECIALS])
     return backend
 
