@@ -7,7 +7,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench_frame import Group, Run
-from kimi3_kernels import attn_res_mix, inv_rms, mxfp4_decode, mxfp4_encode, short_conv, short_conv_step
+from kimi3_kernels import (
+    attn_res_mix,
+    gated_rms_norm,
+    inv_rms,
+    mxfp4_decode,
+    mxfp4_encode,
+    rms_norm,
+    short_conv,
+    short_conv_step,
+    situ,
+)
+from kimi3_kernels.activation import situ_ref
+from kimi3_kernels.norm import gated_rms_norm_ref, rms_norm_ref
 
 EPS = 1e-5
 
@@ -113,19 +125,50 @@ def _mxfp4(backend: str, dtype: torch.dtype) -> Run:
         "transformers": lambda: convert_moe_packed_tensors(blocks, scales, dtype=dtype),
         "mxfp4_decode": lambda: mxfp4_decode(packed, scale, dtype),
         "mxfp4_decode, kept out": lambda: mxfp4_decode(packed, scale, dtype, out=buffer),
-        "mxfp4_encode": lambda: mxfp4_encode(buffer),
         "fill": lambda: torch.empty_like(buffer).fill_(1),
     }
-    if backend == "mxfp4_encode":
-        mxfp4_decode(packed, scale, dtype, out=buffer)
     return calls[backend]
 
 
 def _mxfp4_group(dtype: torch.dtype) -> Group:
-    names = ["transformers", "mxfp4_decode", "mxfp4_decode, kept out", "mxfp4_encode", "fill"]
+    names = ["transformers", "mxfp4_decode", "mxfp4_decode, kept out", "fill"]
     backends = {n: (lambda n=n: _mxfp4(n, dtype)) for n in names}
     return Group("mxfp4", f"[3072, 3584] {str(dtype).removeprefix('torch.')}", backends, limit="fill")
 
+
+def _pointwise(op: str, backend: str, rows: int, width: int, dtype: torch.dtype, grad: bool) -> Run:
+    torch.manual_seed(0)
+    x, y = (torch.randn(rows, width).to(dtype).requires_grad_(grad) for _ in range(2))
+    weight = torch.ones(width, requires_grad=grad)
+    forms: dict[str, tuple[Run, Run, list[Tensor]]] = {
+        "situ": (lambda: situ_ref(x, y, 4.0, 25.0), lambda: situ(x, y, 4.0, 25.0), [x, y]),
+        "rms_norm": (lambda: rms_norm_ref(x, weight, EPS), lambda: rms_norm(x, weight, EPS), [x, weight]),
+        "gated_rms_norm": (
+            lambda: gated_rms_norm_ref(x, y, weight, EPS),
+            lambda: gated_rms_norm(x, y, weight, EPS),
+            [x, y, weight],
+        ),
+    }
+    plain, own, inputs = forms[op]
+    call = plain if backend == "plain torch" else own
+    if not grad:
+        return torch.no_grad()(call)
+    upstream = torch.randn_like(x)
+    return lambda: torch.autograd.grad(call(), inputs, upstream)
+
+
+def _pointwise_group(op: str, rows: int, width: int, dtype: torch.dtype, grad: bool) -> Group:
+    backends = {n: (lambda n=n: _pointwise(op, n, rows, width, dtype, grad)) for n in ("plain torch", op)}
+    shape = f"[{rows}, {width}] {str(dtype).removeprefix('torch.')}"
+    return Group(f"{op} forward+backward" if grad else op, shape, backends)
+
+
+def _mxfp4_encode() -> Run:
+    weight = torch.randn(3072, 3584, generator=torch.Generator().manual_seed(0)).bfloat16()
+    return lambda: mxfp4_encode(weight)
+
+
+POINTWISE = {"situ": (2048, 3072), "rms_norm": (2048, 7168), "gated_rms_norm": (2048 * 16, 128)}
 
 GROUPS = [
     _mix_group(2048, 9, 7168, torch.float32),
@@ -139,4 +182,11 @@ GROUPS = [
     *(_conv_step_group(1, 36864, dtype) for dtype in (torch.float32, torch.bfloat16)),
     _conv_step_group(1, 1536, torch.float32),
     *(_mxfp4_group(dtype) for dtype in (torch.bfloat16, torch.float32)),
+    Group("mxfp4 encode", "[3072, 3584] bfloat16", {"mxfp4_encode": _mxfp4_encode}),
+    *(
+        _pointwise_group(op, *shape, dtype, grad)
+        for op, shape in POINTWISE.items()
+        for grad in (False, True)
+        for dtype in (torch.float32, torch.bfloat16)
+    ),
 ]

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 CPU_ELEMENTS = 2**18
 # Elsewhere a block only bounds the extra memory: launches would dominate small ones.
 ELEMENTS = 2**25
+# Up to this many elements an operator's dispatch costs more than it saves.
+SMALL = 2**16
 
 
 def block_elements(device_type: str) -> int:

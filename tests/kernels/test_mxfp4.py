@@ -190,7 +190,7 @@ def test_encode_float32_subnormals():
 
 
 def test_encode_in_several_blocks_of_strided_input(monkeypatch):
-    weight = torch.randn(4, 64, 9).transpose(1, 2)
+    weight = torch.randn(4, 64, 9, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
     whole = mxfp4_encode(weight.contiguous())
     monkeypatch.setattr(blocks, "CPU_ELEMENTS", 2 * 64)
     for part, expected in zip(mxfp4_encode(weight), whole):
@@ -205,7 +205,7 @@ def test_compiles_whole():
         mxfp4_decode(packed, scale, torch.float32, out=buffer)
         return x @ weight.t(), mxfp4_encode(weight + 1)
 
-    x, buffer, other = torch.randn(2, 64), torch.empty(4, 64), torch.empty(4, 64)
+    x, buffer, other = torch.ones(2, 64), torch.empty(4, 64), torch.empty(4, 64)
     actual = torch.compile(product, fullgraph=True, backend="aot_eager")(packed, scale, x, buffer)
     expected = product(packed, scale, x, other)
     assert torch.equal(actual[0], expected[0]) and torch.equal(buffer, other)
