@@ -16,10 +16,13 @@ from torch import Tensor
 
 from . import native
 from .kda_forward import kda_chunk
-from .kda_layout import STATE_CACHE, check_inputs, sequence_bounds
+from .kda_layout import check_inputs, sequence_bounds
 from .precision import compute_dtype
 
 __all__ = ["kda_chunk", "kda_gate", "kda_recurrent", "kda_step", "l2norm"]
+
+STEP_CACHE = 6 * 2**20  # bytes of states that one decode step works on at once: they stay in the last-level cache
+LOOKUP_BYTES = 2**20  # states smaller than this are read by a matrix product: fewer calls matter more than speed
 
 
 def kda_gate(raw: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:
@@ -157,35 +160,52 @@ def kda_step(
     if native.takes_kda_step(state):
         return native.kda_step(q, k, v, g, beta, state, scale).to(v.dtype)
     dtype, rows = state.dtype, batch * heads
-    key, rate = k.to(dtype).reshape(rows, 1, width), beta.to(dtype).reshape(rows, 1, 1)
+    key, rate = k.to(dtype).reshape(rows, width, 1), beta.to(dtype).reshape(rows, 1, 1)
     parts = (
         state.view(rows, width, -1),
         g.to(dtype).exp().reshape(rows, width, 1),
         v.to(dtype).reshape(rows, 1, -1) * rate,
-        key * rate,
-        key.view(rows, width, 1),
-        (q.to(dtype) * scale).reshape(rows, 1, width),
+        (key * rate).view(rows, width),
+        key,
+        (q.to(dtype) * scale).reshape(rows, width),
     )
-    size = _step_rows(state)
+    plain = torch.compiler.is_compiling() or state.device.type != "cpu" or dtype != torch.float32
     with torch.autocast(state.device.type, enabled=False):
-        if size >= rows:
-            out = _step_block(*parts)
+        if plain or state.nbytes < LOOKUP_BYTES:
+            out = _step_block(None, *parts)
         else:
-            out = torch.cat([_step_block(*block) for block in zip(*(x.split(size) for x in parts))])
+            size = max(1, STEP_CACHE // (state.stride(1) * state.itemsize))
+            lines = torch.arange(min(rows, size) * width).view(-1, width)
+            blocks = [parts] if rows <= size else zip(*(x.split(size) for x in parts))
+            outputs = [_step_block(lines, *block) for block in blocks]
+            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out.view(batch, heads, -1).to(v.dtype)
 
 
-def _step_rows(state: Tensor) -> int:
-    """How many of the B * H states to work on at once: as many as a CPU's caches hold, everything elsewhere."""
-    if torch.compiler.is_compiling() or state.device.type != "cpu":
-        return state.shape[0] * state.shape[1]
-    return max(1, 2 * STATE_CACHE // (state.stride(1) * state.itemsize) * torch.get_num_threads())
-
-
 def _step_block(
-    state: Tensor, decay: Tensor, value: Tensor, key_row: Tensor, key_column: Tensor, query: Tensor
+    lines: Tensor | None,
+    state: Tensor,
+    decay: Tensor,
+    value: Tensor,
+    weighted_key: Tensor,
+    key: Tensor,
+    query: Tensor,
 ) -> Tensor:
-    # Decaying first brings the state into the cache in order; a product that reads it from memory takes twice as long.
+    """`kda_step` for R states [R, K, V]; v and k weighted by beta; lines as in `_read`."""
+    # Decaying first brings the state into the cache in order.
     state.mul_(decay)
-    state.addcmul_(key_column, torch.baddbmm(value, key_row, state, alpha=-1))
-    return torch.bmm(query, state)
+    state.addcmul_(key, value - _read(state, weighted_key, lines))
+    return _read(state, query, lines)
+
+
+def _read(state: Tensor, weights: Tensor, lines: Tensor | None) -> Tensor:
+    """Sum over K of weights [R, K] times state [R, K, V] -> [R, 1, V].
+
+    Args:
+        lines: [R or more, K], row numbers of the states laid end to end: the sum is then a weighted lookup, which
+            on a CPU reads them at memory speed, half the time of a matrix product with one row. None: the product.
+    """
+    if lines is None:
+        return torch.bmm(weights.unsqueeze(1), state)
+    table = state.view(-1, state.shape[2])
+    return F.embedding_bag(lines[: len(state)], table, mode="sum", per_sample_weights=weights).unsqueeze(1)

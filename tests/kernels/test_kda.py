@@ -6,6 +6,7 @@ reaches 2e-6 on slow decays.
 """
 
 import itertools
+import sys
 import time
 
 import pytest
@@ -414,6 +415,18 @@ def test_step_keeps_the_state_in_float32():
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected[:, 0].bfloat16(), rtol=2**-7, atol=1e-6)
     torch.testing.assert_close(state, final, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("states_per_block", [1, 4, 100])
+def test_step_in_blocks_of_states(states_per_block, monkeypatch):
+    module = sys.modules["kimi3_kernels.kda"]
+    monkeypatch.setattr(module, "STEP_CACHE", states_per_block * 8 * 12 * 4)
+    monkeypatch.setattr(module, "LOOKUP_BYTES", 0)
+    q, k, v, g, beta, state = make(3, 1, 2, 8, 12, dtype=torch.float32)
+    expected, final = kda_recurrent(*(x.double() for x in (q, k, v, g, beta, state)))
+    out = kda_step(*(x[:, 0] for x in (q, k, v, g, beta)), state)
+    torch.testing.assert_close(out.double(), expected[:, 0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(state.double(), final, rtol=0, atol=1e-6)
 
 
 def test_step_compiles_in_one_graph():
