@@ -115,7 +115,8 @@ class KimiK3DecoderLayer(GradientCheckpointingLayer):
         if self.starts_block:
             # The running sum becomes a source of its own; what this layer adds starts the next one.
             blocks, inv_rms_known = (*blocks, running), (*inv_rms_known, None)
-            running = attended
+            # Under autocast a mixer gives half precision; the stream stays as it came, as addition keeps it elsewhere.
+            running = attended.to(running.dtype)
         else:
             running = running + attended
         weight = score_weight(self.mlp_res_norm, self.mlp_res_proj)

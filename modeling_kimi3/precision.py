@@ -77,4 +77,6 @@ def effective_weight(linear: nn.Module) -> torch.Tensor:
     dtype = probe.dtype if probe.is_floating_point() else torch.get_default_dtype()
     device = getattr(getattr(linear, "_hf_hook", None), "execution_device", None) or probe.device
     eye = torch.eye(linear.in_features, dtype=dtype, device="cpu" if str(device) == "meta" else device)
-    return linear(eye).transpose(0, 1)
+    # What is read off must be no coarser than what is stored.
+    with torch.autocast(device_type=eye.device.type, enabled=False):
+        return linear(eye).transpose(0, 1)
