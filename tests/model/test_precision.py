@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from kimi3_kernels import attn_res_mix_ref, kda_gate, kda_recurrent
-from modeling_kimi3 import KimiK3Cache, KimiK3ForCausalLM, attention_kda
+from modeling_kimi3 import KimiK3Cache, KimiK3ForCausalLM, attention_kda, attention_mla
 from modeling_kimi3.attn_res import AttentionResidualMix
 from modeling_kimi3.moe import KimiK3Router
 from modeling_kimi3.precision import KeepPrecision, effective_weight
@@ -134,14 +134,19 @@ class Recorder:
     """Inputs and outputs of the parts of a forward pass that are float32 by the spec."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch):
-        self.routers, self.mixes, self.gates, self.scans, self.steps = [], [], [], [], []
+        self.routers, self.mixes, self.gates, self.scans, self.steps, self.softmaxes = [], [], [], [], [], []
         for module in model.modules():
             if isinstance(module, KimiK3Router):
                 module.register_forward_hook(lambda m, args, output: self.routers.append((m, args[0], output)))
             if isinstance(module, AttentionResidualMix):
                 module.register_forward_hook(lambda m, args, output: self.mixes.append((args, output)))
-        for name, calls in (("kda_gate", self.gates), ("kda_chunk", self.scans), ("kda_step", self.steps)):
-            original = getattr(attention_kda, name)
+        for owner, name, calls in (
+            (attention_kda, "kda_gate", self.gates),
+            (attention_kda, "kda_chunk", self.scans),
+            (attention_kda, "kda_step", self.steps),
+            (attention_mla, "masked_softmax", self.softmaxes),
+        ):
+            original = getattr(owner, name)
 
             def wrapped(*args, original=original, calls=calls, **kwargs):
                 # Decode steps change the state where it lies, that of the prompt too.
@@ -150,11 +155,12 @@ class Recorder:
                 calls.append((before, kept, snapshot(args)))
                 return output
 
-            monkeypatch.setattr(attention_kda, name, wrapped)
+            monkeypatch.setattr(owner, name, wrapped)
 
     def check(self, relative_error, tolerance: float) -> None:
         """All of it is float32 and as near to float64 as float32 is; bf16 products would be 1e-3 away."""
-        assert self.routers and self.mixes and self.gates and (self.scans or self.steps)
+        assert self.routers and self.mixes and self.gates and self.scans and self.steps and self.softmaxes
+        assert {weights.dtype for _, weights, _ in self.softmaxes} == {torch.float32}
         for router, hidden, (logits, weights, _) in self.routers:
             assert logits.dtype == weights.dtype == torch.float32
             assert relative_error(logits, hidden.double() @ router.weight.double().T) < tolerance
